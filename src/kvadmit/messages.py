@@ -160,9 +160,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     """The instance's level, in extents, absolute; the newest revision wins.
 
-    `backed` counts resident, draining, fenced and spare extents; `spare` and `free` and
-    `cached` are parts of it: spare is past its fence and given up at once, free is wholly
-    free in the pool, cached is wholly free but for reusable prefixes. `need`: fewest more
+    `backed` counts resident, draining, fenced and spare extents; `leaving`, `spare`, `free`
+    and `cached` are parts of it: leaving is being decommitted, spare is past its fence and
+    given up at once, free is wholly free in the pool, cached is wholly free but for reusable
+    prefixes. `running`: requests running. `need`: fewest more
     extents with which the instance makes its next step or admits its oldest waiter; `want
     >= need`: what its low watermark would like. `refused`: devices on which a prepare was
     refused since the last report; their bytes are not granted again before a newer reading.
@@ -174,11 +175,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     backed: int
     preparing: int = 0
     orphan: int = 0
+    leaving: int = 0
     spare: int = 0
     free: int = 0
     cached: int = 0
     need: int = 0
     want: int = 0
+    running: int = 0
     refused: tuple[str, ...] = ()
     devices: tuple[DeviceReading, ...] = ()
     counters: dict[str, int] = {}
@@ -211,13 +214,17 @@ class StartTurn(msgspec.Struct, frozen=True, kw_only=True, tag="start_turn"):
 class Allowance(msgspec.Struct, frozen=True, kw_only=True, tag="allowance"):
     """The most extents the instance may have backed or preparing.
 
-    Raising it is a grant, lowering it a reclaim. `deadline_s`: seconds within which a
-    reclaim is expected to be met, 0 for none.
+    Raising it is a grant, lowering it a reclaim. `ceiling`: the most extents this instance
+    could ever be allowed, min(cap, virtual size, capacity). `pressure`: someone waits for
+    memory, so a change of `free` or `cached` is worth a report at once. `deadline_s`:
+    seconds within which a reclaim is expected to be met, 0 for none.
     """
 
     epoch: int
     revision: int
     extents: int
+    ceiling: int
+    pressure: bool = False
     reason: str = ""
     deadline_s: float = 0.0
 
