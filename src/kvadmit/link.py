@@ -1,0 +1,148 @@
+"""The coordinator's side of the arbiter channel: membership, epoch and the newest allowance.
+
+Owns: who we said we are, whether the arbiter knows us, what it last allowed, and the
+blocking calls of the engine's start that wait for its answers. Must not know: extents'
+states, sockets, clocks. `group.Group` drives it and sees only levels.
+
+On loss the allowance falls to what is held and nothing new starts; resident memory serves
+on. A new arbiter counts a new epoch; a message of an older one changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvadmit.messages import (
+    Allowance,
+    Elect,
+    Geometry,
+    Hello,
+    Refused,
+    Resync,
+    StartTurn,
+    ToInstance,
+    Welcome,
+)
+
+Phase = Literal["lost", "greeting", "joined"]
+Call = Literal["start", "geometry", "ready"]
+
+
+class ArbiterLink:
+    """What this instance knows of its arbiter.
+
+    `allowance`: extents we may have backed or preparing. `blocked_revision`: the allowance
+    under which a rank refused; nothing new is tried before a newer one arrives.
+    """
+
+    def __init__(self, hello: Hello) -> None:
+        self.hello = hello
+        self.phase: Phase = "lost"
+        self.epoch = 0
+        self.revision = 0
+        self.allowance = 0
+        self.ceiling = 0
+        self.pressure = False
+        self.reason = ""
+        self.refusal = ""
+        self.blocked_revision = -1
+        self.start_asked = False
+        self.start_granted = False
+        self.stale_messages = 0
+
+    def found(self) -> Hello:
+        """Return the greeting for an arbiter whose channel just opened."""
+        self.phase = "greeting"
+        return self.hello
+
+    def lost(self, held: int) -> None:
+        """Note the loss: what is held stays allowed, nothing more."""
+        self.phase = "lost"
+        self.allowance = held
+        self.revision = 0
+        self.blocked_revision = -1
+        self.pressure = False
+
+    def introduce(
+        self,
+        *,
+        start_bytes: dict[str, int] | None = None,
+        geometry: Geometry | None = None,
+        base_bytes: dict[str, int] | None = None,
+    ) -> Hello:
+        """Return the hello with what has become known since; the arbiter takes the newest."""
+        changes: dict[str, object] = {}
+        if start_bytes is not None:
+            changes["start_bytes"] = start_bytes
+        if geometry is not None:
+            changes["geometry"] = geometry
+        if base_bytes is not None:
+            changes["base_bytes"] = base_bytes
+        self.hello = msgspec.structs.replace(self.hello, **changes)
+        return self.hello
+
+    def receive(self, message: ToInstance, held: int) -> Literal["", "hello", "report", "elect"]:
+        """Apply a message; return what the instance now owes the arbiter."""
+        match message:
+            case Welcome():
+                if message.epoch < self.epoch:
+                    self.stale_messages += 1
+                    return ""
+                if message.epoch > self.epoch:
+                    self.epoch, self.revision = message.epoch, 0
+                    self.allowance, self.blocked_revision = held, -1
+                self.phase = "joined"
+                return "report"
+            case Resync():
+                if message.epoch < self.epoch:
+                    self.stale_messages += 1
+                    return ""
+                return "hello"
+            case Refused():
+                self.refusal = message.reason
+                return ""
+            case StartTurn():
+                if self._current(message.epoch):
+                    self.start_granted = True
+                return ""
+            case Allowance():
+                if not self._current(message.epoch) or message.revision <= self.revision:
+                    return ""
+                self.revision, self.allowance = message.revision, message.extents
+                self.ceiling, self.reason = message.ceiling, message.reason
+                self.pressure = message.pressure
+                return "report"
+            case Elect():
+                return "elect" if self._current(message.epoch) else ""
+        return ""
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether the newest allowance is one under which nothing was refused yet."""
+        return self.phase == "joined" and self.revision > self.blocked_revision
+
+    def block(self) -> None:
+        """Start nothing more under this allowance: a rank refused."""
+        self.blocked_revision = self.revision
+
+    def _current(self, epoch: int) -> bool:
+        if epoch == self.epoch and self.phase == "joined":
+            return True
+        self.stale_messages += 1
+        return False
+
+    def snapshot(self) -> dict[str, object]:
+        """Return the link's state as plain data."""
+        return {
+            "phase": self.phase,
+            "epoch": self.epoch,
+            "allowance": self.allowance,
+            "allowance_revision": self.revision,
+            "ceiling": self.ceiling,
+            "pressure": self.pressure,
+            "reason": self.reason,
+            "refusal": self.refusal,
+            "stale_messages": self.stale_messages,
+        }
