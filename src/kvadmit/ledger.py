@@ -1,0 +1,94 @@
+"""The arbiter's books: what each instance is counted for, and what each device has left.
+
+Owns: the counting rule of an instance (never optimistic: an allowance counts until its
+lowering was seen) and the foreign bytes of a device. Must not know: who should get what.
+"""
+
+from __future__ import annotations
+
+from kvadmit.messages import DeviceReading, Report
+
+EMPTY_REPORT = Report(epoch=0, revision=0, allowance_seen=0, backed=0)
+
+
+class Account:
+    """One instance's bookings, in extents."""
+
+    def __init__(self) -> None:
+        self.report = EMPTY_REPORT
+        self.allowance = 0
+        self.revision = 0
+        self._sent: dict[int, int] = {}
+        """Allowances by revision, from the one last seen on: each may still be spent."""
+
+    def allow(self, extents: int) -> int:
+        """Book a new allowance; return its revision."""
+        self.revision += 1
+        self.allowance = extents
+        self._sent[self.revision] = extents
+        return self.revision
+
+    def receive(self, report: Report) -> bool:
+        """Take the newest report; return False (and change nothing) for an older one."""
+        if report.revision <= self.report.revision:
+            return False
+        self.report = report
+        for revision in [r for r in self._sent if r < report.allowance_seen]:
+            del self._sent[revision]
+        return True
+
+    @property
+    def held(self) -> int:
+        """Extents the instance says are backed, preparing or orphaned."""
+        return self.report.backed + self.report.preparing + self.report.orphan
+
+    @property
+    def settled(self) -> bool:
+        """Whether the newest allowance was seen and nothing is moving."""
+        report = self.report
+        return (
+            report.allowance_seen == self.revision
+            and not report.preparing
+            and not report.leaving
+            and self.held >= self.allowance
+        )
+
+    @property
+    def booked(self) -> int:
+        """The most extents the instance may hold now: max of held and every live allowance."""
+        return max(self.held, *self._sent.values(), 0)
+
+    @property
+    def surely_held(self) -> int:
+        """The fewest extents the instance can hold now."""
+        return self.report.backed - self.report.leaving
+
+
+class DeviceBook:
+    """One device's bytes. `foreign_bytes`: used, and claimed by no instance."""
+
+    def __init__(self, device: str, total_bytes: int) -> None:
+        self.device = device
+        self.total_bytes = total_bytes
+        self.foreign_bytes = 0
+        self.capped = False
+        """A rank was refused here: nothing more is granted before a newer reading."""
+
+    def leave(self, held_bytes: int) -> None:
+        """An instance is gone; its bytes are foreign until the device shows them back."""
+        self.foreign_bytes += held_bytes
+
+    def claim(self, held_bytes: int) -> None:
+        """An instance unknown until now holds these bytes: they were foreign to the books."""
+        self.foreign_bytes = max(0, self.foreign_bytes - held_bytes)
+
+    def read(self, reading: DeviceReading, *, least_bytes: int, most_bytes: int) -> None:
+        """Correct `foreign_bytes` by a reading.
+
+        `least_bytes` and `most_bytes` bound what the known instances can hold at this
+        moment; the reading then bounds what is foreign. With nothing moving the two are
+        equal and the figure is exact; otherwise it is only moved into the bounds.
+        """
+        used = reading.total_bytes - reading.free_bytes
+        low, high = max(0, used - most_bytes), max(0, used - least_bytes)
+        self.foreign_bytes = min(max(self.foreign_bytes, low), high)
