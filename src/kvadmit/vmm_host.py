@@ -237,7 +237,11 @@ class HostAddressSpace:
         return None
 
     def _release(self, extent: int) -> DriverError | None:
-        """Free the pages of an extent no address leads to, then its budget."""
+        """Free the pages of an extent no address leads to, then its budget.
+
+        When this fails between two runs the extent is as good as before: its budget stays
+        booked, and pages already freed come back, zeroed, with the first touch.
+        """
         error = self._each_run(extent, self._punch)
         if error is None:
             self._states[extent] = "absent"

@@ -58,8 +58,6 @@ class _Fault(msgspec.Struct):
 
 class _Extent(msgspec.Struct):
     state: State = "absent"
-    handles: int = 0
-    """Runs with memory of their own, from the first."""
     mapped: int = 0
     """Runs mapped, from the first."""
     access: bool = False
@@ -71,8 +69,8 @@ class RecordingSpace:
     """An `AddressSpace` that only keeps account; see `vmm` for what each call promises.
 
     `calls` lists what was asked, as `(call, extents)`, in order. Steps are counted as a
-    driver would see them: create, map, unmap and release once per run of an extent, access
-    and zero once per extent.
+    driver would see them: create, map and unmap once per run of an extent, access, zero and
+    release once per extent.
     """
 
     def __init__(
@@ -142,7 +140,7 @@ class RecordingSpace:
                     self._extents[made] = _Extent()
                 self._budget.unbook(wanted)
                 return BatchResult(step="create", error=error)
-            self._extents[extent] = _Extent(state="prepared", handles=self._runs, dirty=True)
+            self._extents[extent] = _Extent(state="prepared", dirty=True)
         return BatchResult(done=tuple(extents))
 
     def commit(self, extents: Sequence[int]) -> BatchResult:
@@ -253,12 +251,9 @@ class RecordingSpace:
         return None
 
     def _release(self, number: int) -> DriverError | None:
-        extent = self._extents[number]
-        while extent.handles:
-            error = self._step("release")
-            if error is not None:
-                return error
-            extent.handles -= 1
+        error = self._step("release")
+        if error is not None:
+            return error
         self._extents[number] = _Extent()
         self._budget.unbook(self.layout.extent_bytes)
         return None
