@@ -23,6 +23,7 @@ from kvadmit.messages import (
     Refused,
     Report,
     Resync,
+    Seen,
     StartTurn,
     Status,
     StatusQuery,
@@ -36,6 +37,8 @@ READ_WAIT_S = 0.250
 """While a need waits and bytes are foreign, a device is read this often, backing off to
 READ_WAIT_S_MAX: a process outside the group sends no event when it frees memory."""
 READ_WAIT_S_MAX = 2.0
+ANSWER_WAIT_S = 2.0
+"""An allowance nobody confirmed is sent again after this long."""
 LINGER_S = 3.0
 """The arbiter ends this long after its last member."""
 
@@ -113,6 +116,7 @@ class _Instance:
 
     __slots__ = (
         "account",
+        "allowance",
         "hello",
         "late",
         "order",
@@ -120,18 +124,18 @@ class _Instance:
         "reported",
         "sent",
         "started",
-        "waited",
     )
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
         self.account = Account()
         self.order = 0
+        self.allowance: Allowance | None = None
+        """The newest one sent, kept for a repeat."""
         self.started = False
         self.reported = False
         self.late = False
         self.reclaim_timer = False
-        self.waited = False
         self.sent: tuple[int, int, bool] | None = None
         """(extents, ceiling, pressure) last sent."""
 
@@ -157,7 +161,14 @@ class Arbitration:
         self.reclaim_s = reclaim_s
         self.devices: dict[str, DeviceBook] = {}
         self.instances: dict[str, _Instance] = {}
-        self.counters = {"grants": 0, "reclaims": 0, "refusals": 0, "device_reads": 0, "stale": 0}
+        self.counters = {
+            "grants": 0,
+            "reclaims": 0,
+            "refusals": 0,
+            "device_reads": 0,
+            "resends": 0,
+            "stale": 0,
+        }
         self._orders = 0
         self._read_wait_s = 0.0
         self._elected: set[str] = set()
@@ -189,6 +200,7 @@ class Arbitration:
                     self.counters["stale"] += 1
                     effects.append(Send(peer, Resync(epoch=self.epoch)))
                 else:
+                    effects.append(Send(peer, Seen(epoch=self.epoch, revision=message.revision)))
                     self._report(instance, message)
             case Bye():
                 self._leave(peer, event.now_s, effects)
@@ -211,12 +223,12 @@ class Arbitration:
                 effects.append(StopTimer("linger"))
             self.instances[peer] = known = _Instance(hello)
             effects.append(Note(f"{hello.name} (pid {hello.pid}) joined"))
-        else:
+        elif hello.revision > known.hello.revision:
             known.hello = hello
         if not known.order and _wants_start(known):
             known.order = self._next_order()
-        effects.append(Send(peer, Welcome(epoch=self.epoch)))
-        if not _wants_start(known) and not known.started:
+        effects.append(Send(peer, Welcome(epoch=self.epoch, revision=hello.revision)))
+        if not _wants_start(known):
             known.started = True
             effects.append(Send(peer, StartTurn(epoch=self.epoch)))
 
@@ -304,7 +316,7 @@ class Arbitration:
         if instance is None:
             return
         effects.append(Note(f"{instance.hello.name} (pid {instance.hello.pid}) left"))
-        effects.append(StopTimer(f"reclaim:{peer}"))
+        effects.extend((StopTimer(f"reclaim:{peer}"), StopTimer(f"allow:{peer}")))
         for device in self.devices:
             gone = instance.account.held * instance.cost.get(device, 0)
             self.devices[device].leave(gone + instance.base_bytes.get(device, 0))
@@ -324,12 +336,23 @@ class Arbitration:
                 effects.append(StartTimer("read", event.now_s + self._read_wait_s))
             else:
                 self._read_wait_s = 0.0
+        elif name == "allow" and peer in self.instances:
+            self._allow_again(peer, event.now_s, effects)
         elif name == "reclaim" and peer in self.instances:
             instance = self.instances[peer]
             instance.reclaim_timer = False
             if self._owes(instance):
                 instance.late = True
                 effects.append(Note(f"{instance.hello.name} gives nothing back; asking others"))
+
+    def _allow_again(self, peer: str, now_s: float, effects: list[Effect]) -> None:
+        """Repeat the newest allowance while its receiver has not confirmed it."""
+        instance = self.instances[peer]
+        if instance.account.report.allowance_seen < instance.account.revision:
+            assert instance.allowance is not None
+            self.counters["resends"] += 1
+            effects.append(Send(peer, instance.allowance))
+            effects.append(StartTimer(f"allow:{peer}", now_s + ANSWER_WAIT_S))
 
     # --- deciding ---
 
@@ -343,10 +366,22 @@ class Arbitration:
             self.instances[peer].started = True
             self.instances[peer].order = 0
             effects.append(Send(peer, StartTurn(epoch=self.epoch)))
+        before = {device: self._sum(device, "booked") for device in self.devices}
         for peer, instance in self.instances.items():
             if instance.hello.geometry is not None and instance.reported:
                 self._allow(peer, instance, now_s, effects)
+        self._check_conservation(before)
         self._watch_devices(now_s, effects)
+
+    def _check_conservation(self, before: dict[str, int]) -> None:
+        """I1: no decision books more than capacity (which may fall below what is booked)."""
+        for device, booked_before in before.items():
+            booked, capacity = self._sum(device, "booked"), self.capacity(device)
+            if booked > max(booked_before, capacity):
+                raise InvariantViolation(
+                    "I1 held + unspent allowances <= capacity",
+                    f"{device}: booked {booked} of {capacity} bytes, {booked_before} before",
+                )
 
     def _claimant(self, peer: str, instance: _Instance) -> policy.Claimant:
         geometry, account = instance.hello.geometry, instance.account
@@ -409,7 +444,9 @@ class Arbitration:
                 reason=self._plan.reason.get(peer, ""),
                 deadline_s=self.reclaim_s if reclaim else 0.0,
             )
+            instance.allowance = allowance
             effects.append(Send(peer, allowance))
+            effects.append(StartTimer(f"allow:{peer}", now_s + ANSWER_WAIT_S))
         owes = self._owes(instance)
         if owes and not instance.reclaim_timer and not instance.late:
             instance.reclaim_timer = True
@@ -524,30 +561,20 @@ class Arbitration:
 
     def check(self) -> None:
         """Raise InvariantViolation unless the books obey the conservation rules."""
-        for device in self.devices:
-            booked = self._sum(device, "booked")
-            capacity = self.capacity(device)
-            granted = sum(
-                max(0, i.account.booked - i.account.held) * i.cost.get(device, 0)
-                for i in self.instances.values()
-            )
-            # Capacity can fall below what is held (foreign memory); grants may not go on then.
-            if booked > capacity and granted > self._granted_while_short(device):
-                raise InvariantViolation(
-                    "I1 held + unspent allowances <= capacity",
-                    f"{device}: booked {booked}, capacity {capacity}",
-                )
         for instance in self.instances.values():
-            if instance.account.held < 0:
-                raise InvariantViolation("held is never negative", instance.hello.name)
-
-    def _granted_while_short(self, device: str) -> int:
-        """Unspent bytes that were granted before `device` fell short."""
-        return sum(
-            max(0, i.account.booked - i.account.held) * i.cost.get(device, 0)
-            for i in self.instances.values()
-            if i.account.booked > i.account.allowance or i.account.allowance > i.account.held
-        )
+            account, geometry = instance.account, instance.hello.geometry
+            if account.held < 0 or account.booked < account.held:
+                raise InvariantViolation(
+                    "an instance is counted for at least what it holds",
+                    f"{instance.hello.name}: booked {account.booked}, held {account.held}",
+                )
+            if geometry is not None and account.allowance > max(account.held, geometry.cap):
+                raise InvariantViolation(
+                    "no grant above the cap", f"{instance.hello.name}: {account.allowance}"
+                )
+        for device, book in self.devices.items():
+            if book.foreign_bytes < 0:
+                raise InvariantViolation("foreign is never negative", device)
 
 
 def _wants_start(instance: _Instance) -> bool:

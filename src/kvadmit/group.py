@@ -142,7 +142,8 @@ class Group:
                 hello = self.link.introduce(start_bytes=event.start_bytes)
                 self.link.start_asked = True
                 self._await("start", now_s, effects)
-                self._say(hello, effects)
+                if self.link.phase != "lost":
+                    self._say(hello, now_s, effects)
             case GeometryKnown():
                 self._set_geometry(event, effects)
             case AgentJoined():
@@ -154,12 +155,13 @@ class Group:
             case AgentSent():
                 self._agent_sent(event, effects)
             case ArbiterFound():
-                effects.append(SendArbiter(self.link.found()))
+                self._say(self.link.found(), now_s, effects)
             case ArbiterLost():
                 if self.link.phase != "lost" and not self.stopping:
                     effects.append(Note("warning", "arbiter lost: serving on, growth waits"))
                 self.link.lost(self.held)
                 self._reported = None
+                effects.extend((StopTimer("hello"), StopTimer("report")))
             case ArbiterSent():
                 self._arbiter_sent(event, effects)
             case PoolSent():
@@ -181,7 +183,9 @@ class Group:
         self.state = bytearray(event.geometry.extents)
         self.count[ABSENT] = event.geometry.extents
         self._await("geometry", event.now_s, effects)
-        self._say(self.link.introduce(geometry=event.geometry), effects)
+        hello = self.link.introduce(geometry=event.geometry)
+        if self.link.phase != "lost":
+            self._say(hello, event.now_s, effects)
 
     def _agent_joined(self, hello: AgentHello, effects: list[Effect]) -> None:
         if self.geometry is None:
@@ -218,7 +222,7 @@ class Group:
         owed = self.link.receive(event.message, self.held)
         if owed == "hello":
             self._reported = None
-            effects.append(SendArbiter(self.link.found()))
+            self._say(self.link.found(), event.now_s, effects)
         elif owed == "elect":
             device = getattr(event.message, "device", "")
             ranks = [r for r, hello in self.joined.items() if hello.device == device]
@@ -267,6 +271,12 @@ class Group:
                 for call in [call for call in self._waiting if call == argument]:
                     waited = f"no answer within {self.start_wait_s:.0f} s"
                     self._settle(call, f"{waited}: {self._waiting_for(call)}", effects)
+            case "hello":
+                self._ask_again(event.now_s, effects)
+            case "report":
+                if self._reported is not None and self._outstanding:
+                    self.counters["resends"] += 1
+                    self._send_report(self._reported, event.now_s, effects)
             case "idle":
                 self._idle_timer = False
                 if self.levels.running == self.levels.waiting == 0 and self.levels.free:
@@ -299,7 +309,7 @@ class Group:
             self._watch_hold(effects)
             self._watch_decay(now_s, effects)
         self._watch_need(now_s)
-        self._report(effects)
+        self._report(now_s, effects)
 
     def _grow(self, now_s: float, effects: list[Effect]) -> None:
         missing = self._missing(self.levels.want_total)
@@ -525,18 +535,40 @@ class Group:
         count = self.count
         return total - count[RESIDENT] - count[PREPARING] - count[COMMITTING]
 
-    def _report(self, effects: list[Effect]) -> None:
-        """Send the instance's levels when they differ from the last ones sent."""
-        if self.link.phase != "joined" or self.geometry is None:
+    @property
+    def _outstanding(self) -> bool:
+        """Whether a report is on its way that the arbiter has not confirmed."""
+        return self._reported is not None and self.link.report_seen < self._reported.revision
+
+    def _report(self, now_s: float, effects: list[Effect]) -> None:
+        """Send the instance's levels when they differ from the last ones sent.
+
+        At most one report is outstanding; what changes meanwhile goes into the next one.
+        """
+        if self.link.phase != "joined" or self.geometry is None or self._outstanding:
             return
+        effects.append(StopTimer("report"))
         report = self._build_report()
         last = self._reported
         if last is not None and not self._worth_sending(last, report):
             return
         self._report_revision += 1
-        self._reported = report = msgspec.structs.replace(report, revision=self._report_revision)
         self._refused.clear()
+        report = msgspec.structs.replace(report, revision=self._report_revision)
+        self._send_report(report, now_s, effects)
+
+    def _send_report(self, report: Report, now_s: float, effects: list[Effect]) -> None:
+        self._reported = report
         effects.append(SendArbiter(report))
+        effects.append(StartTimer("report", now_s + ANSWER_WAIT_S))
+
+    def _ask_again(self, now_s: float, effects: list[Effect]) -> None:
+        """Repeat the hello while the arbiter owes an answer to it."""
+        if self.link.unanswered:
+            self.counters["resends"] += 1
+        elif self.link.phase == "lost" or "start" not in self._waiting:
+            return
+        self._say(self.link.hello, now_s, effects)
 
     def _build_report(self) -> Report:
         assert self.geometry is not None
@@ -644,9 +676,9 @@ class Group:
             effects.append(StopTimer(f"wait:{call}"))
             effects.append(Settle(call, error))
 
-    def _say(self, hello: Hello, effects: list[Effect]) -> None:
-        if self.link.phase != "lost":
-            effects.append(SendArbiter(hello))
+    def _say(self, hello: Hello, now_s: float, effects: list[Effect]) -> None:
+        effects.append(SendArbiter(hello))
+        effects.append(StartTimer("hello", now_s + ANSWER_WAIT_S))
 
     def _waiting_for(self, call: str) -> str:
         if call == "ready":

@@ -21,6 +21,7 @@ from kvadmit.messages import (
     Hello,
     Refused,
     Resync,
+    Seen,
     StartTurn,
     ToInstance,
     Welcome,
@@ -50,12 +51,20 @@ class ArbiterLink:
         self.blocked_revision = -1
         self.start_asked = False
         self.start_granted = False
+        self.welcomed = 0
+        """Newest hello revision the arbiter has confirmed."""
+        self.report_seen = 0
         self.stale_messages = 0
 
     def found(self) -> Hello:
         """Return the greeting for an arbiter whose channel just opened."""
-        self.phase = "greeting"
+        self.phase, self.welcomed = "greeting", 0
         return self.hello
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the arbiter has not confirmed the newest hello."""
+        return self.phase != "lost" and self.welcomed < self.hello.revision
 
     def lost(self, held: int) -> None:
         """Note the loss: what is held stays allowed, nothing more."""
@@ -73,7 +82,7 @@ class ArbiterLink:
         base_bytes: dict[str, int] | None = None,
     ) -> Hello:
         """Return the hello with what has become known since; the arbiter takes the newest."""
-        changes: dict[str, object] = {}
+        changes: dict[str, object] = {"revision": self.hello.revision + 1}
         if start_bytes is not None:
             changes["start_bytes"] = start_bytes
         if geometry is not None:
@@ -93,12 +102,19 @@ class ArbiterLink:
                 if message.epoch > self.epoch:
                     self.epoch, self.revision = message.epoch, 0
                     self.allowance, self.blocked_revision = held, -1
+                self.welcomed = max(self.welcomed, message.revision)
+                rejoined = self.phase != "joined"
                 self.phase = "joined"
-                return "report"
+                return "report" if rejoined else ""
+            case Seen():
+                if self._current(message.epoch):
+                    self.report_seen = max(self.report_seen, message.revision)
+                return ""
             case Resync():
                 if message.epoch < self.epoch:
                     self.stale_messages += 1
                     return ""
+                self.phase = "greeting"
                 return "hello"
             case Refused():
                 self.refusal = message.reason

@@ -145,6 +145,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     beside elastic KV. `base_bytes`: the measured figure that replaces it after warm-up.
     """
 
+    revision: int
     name: str
     pid: int
     devices: dict[str, int]
@@ -200,9 +201,17 @@ class StatusQuery(msgspec.Struct, frozen=True, kw_only=True, tag="status_query")
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The arbiter knows the instance; everything sent from now on carries this epoch."""
+    """The arbiter knows the instance as hello `revision` told it; its epoch from now on."""
 
     epoch: int
+    revision: int
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True, tag="seen"):
+    """The arbiter has taken report `revision` into its books; the next one may come."""
+
+    epoch: int
+    revision: int
 
 
 class StartTurn(msgspec.Struct, frozen=True, kw_only=True, tag="start_turn"):
@@ -258,7 +267,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 ToCoordinator = AgentHello | Answer | Headroom
 ToAgent = MapGrant | ReadDevice
 ToArbiter = Hello | Report | Bye | StatusQuery
-ToInstance = Welcome | StartTurn | Allowance | Elect | Resync | Refused | Status
+ToInstance = Welcome | Seen | StartTurn | Allowance | Elect | Resync | Refused | Status
 Message = ToCoordinator | ToAgent | ToArbiter | ToInstance
 
 _encoder = msgspec.msgpack.Encoder()
