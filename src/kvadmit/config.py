@@ -127,8 +127,8 @@ def _read_bool(key: str, value: object) -> bool:
 def _read_name(key: str, value: object) -> str:
     # The dotted command line makes a number of a name that looks like one.
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if isinstance(text, str) and _NAME.fullmatch(text):
-        return text
+    if isinstance(text, str) and (text == "" or _NAME.fullmatch(text)):
+        return text  # empty: the default, as in `as_mapping`
     raise ConfigError(key, value, "1 to 63 letters, digits, dots, dashes or underscores")
 
 
