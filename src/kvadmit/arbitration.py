@@ -202,6 +202,8 @@ class Arbitration:
                 else:
                     effects.append(Send(peer, Seen(epoch=self.epoch, revision=message.revision)))
                     self._report(instance, message)
+                    if message.allowance_seen == instance.account.revision:
+                        effects.append(StopTimer(f"allow:{peer}"))
             case Bye():
                 self._leave(peer, event.now_s, effects)
                 effects.append(Drop(peer))
@@ -229,8 +231,7 @@ class Arbitration:
             known.order = self._next_order()
         effects.append(Send(peer, Welcome(epoch=self.epoch, revision=hello.revision)))
         if not _wants_start(known):
-            known.started = True
-            effects.append(Send(peer, StartTurn(epoch=self.epoch)))
+            effects.append(Send(peer, StartTurn(epoch=self.epoch, revision=hello.revision)))
 
     def _unfit(self, peer: str, hello: Hello) -> str:
         """Return why `hello` cannot be a member, naming who holds what, or ''."""
@@ -363,9 +364,10 @@ class Arbitration:
         }
         self._plan = policy.plan(views, [self._claimant(p, i) for p, i in self.instances.items()])
         for peer in self._plan.started:
-            self.instances[peer].started = True
-            self.instances[peer].order = 0
-            effects.append(Send(peer, StartTurn(epoch=self.epoch)))
+            instance = self.instances[peer]
+            instance.started, instance.order = True, 0
+            turn = StartTurn(epoch=self.epoch, revision=instance.hello.revision)
+            effects.append(Send(peer, turn))
         before = {device: self._sum(device, "booked") for device in self.devices}
         for peer, instance in self.instances.items():
             if instance.hello.geometry is not None and instance.reported:
@@ -480,15 +482,13 @@ class Arbitration:
 
     def _elect(self, devices: set[str], effects: list[Effect]) -> None:
         for device in sorted(devices):
-            able = [
-                p
-                for p, i in self.instances.items()
-                if device in i.cost and i.account.report.devices
-            ]
+            able = [p for p, i in self.instances.items() if device in i.hello.devices]
+            # One with agents on the device, if any, reads it in passing.
+            able.sort(key=lambda p: (device not in self.instances[p].cost, p))
             if able:
                 self._elected.add(device)
                 self.counters["device_reads"] += 1
-                effects.append(Send(min(able), Elect(epoch=self.epoch, device=device)))
+                effects.append(Send(able[0], Elect(epoch=self.epoch, device=device)))
 
     # --- figures ---
 

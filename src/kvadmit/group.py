@@ -37,6 +37,8 @@ from kvadmit.group_events import (
     Note,
     Observe,
     PoolSent,
+    ReadHere,
+    ReadingTaken,
     SendAgent,
     SendArbiter,
     Settle,
@@ -117,6 +119,8 @@ class Group:
         }
         self._waiting: set[Call] = set()
         self._readings: dict[str, DeviceReading] = {}
+        self._readings_taken = 0
+        self._newest_reading: dict[int, int] = {}
         self._refused: set[str] = set()
         self._growth_began_s = 0.0
         self._need_since_s: float | None = None
@@ -140,7 +144,6 @@ class Group:
         match event:
             case StartRequested():
                 hello = self.link.introduce(start_bytes=event.start_bytes)
-                self.link.start_asked = True
                 self._await("start", now_s, effects)
                 if self.link.phase != "lost":
                     self._say(hello, now_s, effects)
@@ -164,6 +167,8 @@ class Group:
                 effects.extend((StopTimer("hello"), StopTimer("report")))
             case ArbiterSent():
                 self._arbiter_sent(event, effects)
+            case ReadingTaken():
+                self._note_reading(event.reading)
             case PoolSent():
                 self._pool_sent(event, effects)
             case StopRequested():
@@ -199,7 +204,7 @@ class Group:
             )
             return
         self.joined[hello.rank] = hello
-        self._readings[hello.device] = hello.reading
+        self._note_reading(hello.reading)
         if len(self.joined) == self.ranks and not self.serving:
             self._move(range(self.geometry.prefix), COMMITTING, RESIDENT)
             self.serving = True
@@ -208,7 +213,7 @@ class Group:
     def _agent_sent(self, event: AgentSent, effects: list[Effect]) -> None:
         message = event.message
         if message.reading is not None:
-            self._take_reading(message.reading)
+            self._take_reading(event.rank, message.reading)
         if isinstance(message, Headroom):
             return
         operation = self.book.answer(event.rank, message)
@@ -226,9 +231,8 @@ class Group:
         elif owed == "elect":
             device = getattr(event.message, "device", "")
             ranks = [r for r, hello in self.joined.items() if hello.device == device]
-            if ranks:
-                self.counters["device_reads"] += 1
-                effects.append(SendAgent(min(ranks), ReadDevice()))
+            self.counters["device_reads"] += 1
+            effects.append(SendAgent(min(ranks), ReadDevice()) if ranks else ReadHere(device))
         elif owed == "report":
             self._reported = None
         if self.link.refusal and self._waiting & {"start", "geometry"}:
@@ -624,11 +628,20 @@ class Group:
         elif self._need_since_s is None:
             self._need_since_s = now_s
 
-    def _take_reading(self, reading: DeviceReading) -> None:
+    def _take_reading(self, rank: int, reading: DeviceReading) -> None:
+        if reading.sequence > self._newest_reading.get(rank, 0):
+            self._newest_reading[rank] = reading.sequence
+            self._note_reading(reading)
+
+    def _note_reading(self, reading: DeviceReading) -> None:
+        """Keep the newest reading of a device; towards the arbiter we number them ourselves."""
         known = self._readings.get(reading.device)
         if known is not None and reading.free_bytes > known.free_bytes:
             self._orphans_due = True
-        self._readings[reading.device] = reading
+        self._readings_taken += 1
+        self._readings[reading.device] = msgspec.structs.replace(
+            reading, sequence=self._readings_taken
+        )
 
     # --- small parts ---
 

@@ -15,6 +15,7 @@ from kvadmit.messages import (
     AgentHello,
     Answer,
     Bye,
+    DeviceReading,
     Geometry,
     Headroom,
     Hello,
@@ -83,6 +84,13 @@ class ArbiterSent(msgspec.Struct, frozen=True):
     message: ToInstance
 
 
+class ReadingTaken(msgspec.Struct, frozen=True):
+    """The reading asked for by ReadHere; its sequence is not looked at."""
+
+    now_s: float
+    reading: DeviceReading
+
+
 class PoolSent(msgspec.Struct, frozen=True):
     """The pool posted its levels or returned extents."""
 
@@ -112,6 +120,7 @@ Event = (
     | ArbiterFound
     | ArbiterLost
     | ArbiterSent
+    | ReadingTaken
     | PoolSent
     | StopRequested
     | TimerFired
@@ -131,6 +140,12 @@ class SendArbiter(msgspec.Struct, frozen=True):
     """Send to the arbiter; of unsent reports only the newest matters."""
 
     message: Hello | Report | Bye
+
+
+class ReadHere(msgspec.Struct, frozen=True):
+    """Read `device` without an agent (none has joined yet) and without a CUDA context."""
+
+    device: str
 
 
 class GivePool(msgspec.Struct, frozen=True):
@@ -188,6 +203,7 @@ class EngineLost(msgspec.Struct, frozen=True):
 Effect = (
     SendAgent
     | SendArbiter
+    | ReadHere
     | GivePool
     | Hold
     | StartTimer

@@ -49,7 +49,8 @@ class ArbiterLink:
         self.reason = ""
         self.refusal = ""
         self.blocked_revision = -1
-        self.start_asked = False
+        self.start_revision = 1
+        """The hello revision that announced `start_bytes`."""
         self.start_granted = False
         self.welcomed = 0
         """Newest hello revision the arbiter has confirmed."""
@@ -90,6 +91,8 @@ class ArbiterLink:
         if base_bytes is not None:
             changes["base_bytes"] = base_bytes
         self.hello = msgspec.structs.replace(self.hello, **changes)
+        if start_bytes is not None:
+            self.start_revision, self.start_granted = self.hello.revision, False
         return self.hello
 
     def receive(self, message: ToInstance, held: int) -> Literal["", "hello", "report", "elect"]:
@@ -120,7 +123,7 @@ class ArbiterLink:
                 self.refusal = message.reason
                 return ""
             case StartTurn():
-                if self._current(message.epoch):
+                if self._current(message.epoch) and message.revision >= self.start_revision:
                     self.start_granted = True
                 return ""
             case Allowance():

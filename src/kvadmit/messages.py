@@ -215,9 +215,10 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True, tag="seen"):
 
 
 class StartTurn(msgspec.Struct, frozen=True, kw_only=True, tag="start_turn"):
-    """`start_bytes` are booked on every device: contexts and weights may be made now."""
+    """`start_bytes` of hello `revision` are booked: contexts and weights may be made now."""
 
     epoch: int
+    revision: int
 
 
 class Allowance(msgspec.Struct, frozen=True, kw_only=True, tag="allowance"):
