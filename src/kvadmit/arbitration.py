@@ -121,6 +121,7 @@ class _Instance:
         "late",
         "order",
         "reclaim_timer",
+        "refused",
         "reported",
         "sent",
         "started",
@@ -135,6 +136,8 @@ class _Instance:
         self.started = False
         self.reported = False
         self.late = False
+        self.refused = False
+        """A rank refused under the newest allowance: it is taken back before a new grant."""
         self.reclaim_timer = False
         self.sent: tuple[int, int, bool] | None = None
         """(extents, ceiling, pressure) last sent."""
@@ -230,6 +233,7 @@ class Arbitration:
         if not known.order and _wants_start(known):
             known.order = self._next_order()
         effects.append(Send(peer, Welcome(epoch=self.epoch, revision=hello.revision)))
+        self._elect({d for d in hello.devices if not self.devices[d].known}, effects)
         if not _wants_start(known):
             effects.append(Send(peer, StartTurn(epoch=self.epoch, revision=hello.revision)))
 
@@ -272,6 +276,7 @@ class Arbitration:
             instance.reported = True
             for device, cost in instance.cost.items():
                 self.devices[device].claim(account.held * cost)
+        instance.refused = bool(report.refused) or (instance.refused and self._capped(instance))
         for device in report.refused:
             if device in self.devices:
                 self.devices[device].capped = True
@@ -359,7 +364,9 @@ class Arbitration:
 
     def _decide(self, now_s: float, effects: list[Effect]) -> None:
         views = {
-            device: policy.DeviceView(capacity_bytes=self.capacity(device), capped=book.capped)
+            device: policy.DeviceView(
+                capacity_bytes=self.capacity(device), capped=book.capped or not book.known
+            )
             for device, book in self.devices.items()
         }
         self._plan = policy.plan(views, [self._claimant(p, i) for p, i in self.instances.items()])
@@ -412,8 +419,12 @@ class Arbitration:
             running=report.running,
             order=instance.order,
             late=instance.late,
+            refused=instance.refused and self._capped(instance),
             start_bytes=starting,
         )
+
+    def _capped(self, instance: _Instance) -> bool:
+        return any(self.devices[device].capped for device in instance.cost)
 
     def _start_under_way(self, devices: set[str]) -> bool:
         """Whether another instance is loading on one of `devices`: one start at a time."""
@@ -477,7 +488,9 @@ class Arbitration:
         return {
             device
             for device in self._plan.pressed
-            if self.devices[device].foreign_bytes or self.devices[device].capped
+            if self.devices[device].foreign_bytes
+            or self.devices[device].capped
+            or not self.devices[device].known
         }
 
     def _elect(self, devices: set[str], effects: list[Effect]) -> None:

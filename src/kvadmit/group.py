@@ -299,8 +299,12 @@ class Group:
 
     def _advance(self, now_s: float, effects: list[Effect]) -> None:
         """Do everything the state now allows; every event ends here."""
-        if self.geometry is None:
-            return
+        if self.geometry is not None:
+            self._advance_extents(now_s, effects)
+        self._report(now_s, effects)
+
+    def _advance_extents(self, now_s: float, effects: list[Effect]) -> None:
+        assert self.geometry is not None
         if "geometry" in self._waiting and self.link.allowance >= self.geometry.prefix:
             if self.count[COMMITTING] == 0 and not self.joined:
                 self._move(range(self.geometry.prefix), ABSENT, COMMITTING)
@@ -313,7 +317,6 @@ class Group:
             self._watch_hold(effects)
             self._watch_decay(now_s, effects)
         self._watch_need(now_s)
-        self._report(now_s, effects)
 
     def _grow(self, now_s: float, effects: list[Effect]) -> None:
         missing = self._missing(self.levels.want_total)
@@ -549,7 +552,7 @@ class Group:
 
         At most one report is outstanding; what changes meanwhile goes into the next one.
         """
-        if self.link.phase != "joined" or self.geometry is None or self._outstanding:
+        if self.link.phase != "joined" or self._outstanding:
             return
         effects.append(StopTimer("report"))
         report = self._build_report()
@@ -575,16 +578,17 @@ class Group:
         self._say(self.link.hello, now_s, effects)
 
     def _build_report(self) -> Report:
-        assert self.geometry is not None
         count, levels = self.count, self.levels
         # Spare and draining extents come back without the arbiter, orphans once finished.
         usable = self.held - count[FENCED] - count[ABORTING]
+        need = want = room = 0
         if self.serving:
             need = max(0, levels.need_total - usable)
             want = max(need, levels.want_total - usable)
-        else:
+        elif self.geometry is not None:
             need = want = max(0, self.geometry.prefix - self.held)
-        ceiling = self.geometry.cap
+        if self.geometry is not None:
+            room = max(0, self.geometry.cap - self.held)
         return Report(
             epoch=self.link.epoch,
             revision=self._report_revision,
@@ -596,8 +600,8 @@ class Group:
             spare=count[SPARE] + count[DRAINING],
             free=levels.free,
             cached=levels.cached,
-            need=min(need, max(0, ceiling - self.held)),
-            want=min(want, max(0, ceiling - self.held)),
+            need=min(need, room),
+            want=min(want, room),
             running=levels.running,
             refused=tuple(sorted(self._refused)),
             devices=tuple(self._readings[device] for device in sorted(self._readings)),
@@ -609,9 +613,7 @@ class Group:
         levels = ("allowance_seen", "backed", "preparing", "orphan", "leaving", "need", "want")
         if report.refused or any(getattr(last, n) != getattr(report, n) for n in levels):
             return True
-        if any(
-            r.sequence != s.sequence for r, s in zip(last.devices, report.devices, strict=False)
-        ):
+        if last.devices != report.devices:
             return True
         gives = ("spare", "free", "cached")
         if not any(getattr(last, n) != getattr(report, n) for n in gives):
@@ -620,7 +622,7 @@ class Group:
         return self.link.pressure or not report.running
 
     def _watch_need(self, now_s: float) -> None:
-        if self.geometry is None or not self.serving:
+        if not self.serving:
             return
         usable = self.held - self.count[FENCED] - self.count[ABORTING]
         if self.levels.need_total <= min(usable, self.link.allowance):

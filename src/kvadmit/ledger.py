@@ -71,6 +71,8 @@ class DeviceBook:
         self.device = device
         self.total_bytes = total_bytes
         self.foreign_bytes = 0
+        self.known = False
+        """Whether it was read in this epoch; before that nobody knows what is used."""
         self.capped = False
         """A rank was refused here: nothing more is granted before a newer reading."""
 
@@ -92,3 +94,4 @@ class DeviceBook:
         used = reading.total_bytes - reading.free_bytes
         low, high = max(0, used - most_bytes), max(0, used - least_bytes)
         self.foreign_bytes = min(max(self.foreign_bytes, low), high)
+        self.known = True

@@ -31,7 +31,8 @@ class Claimant(msgspec.Struct, frozen=True, kw_only=True):
     """One instance as the policy sees it; extents, except `cost` and `start_bytes`.
 
     `cost`: device -> bytes of one extent. `order`: age of its need or start (lower is
-    older). `late`: it did not give back in time, so nothing is expected of it.
+    older). `late`: it did not give back in time, so nothing is expected of it. `refused`: the
+    driver said no under its last grant, which is taken back before it gets another.
     """
 
     id: str
@@ -50,6 +51,7 @@ class Claimant(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     order: int = 0
     late: bool = False
+    refused: bool = False
     start_bytes: dict[str, int] = {}
     """Bytes beside elastic KV a starting instance waits to book; empty once it has."""
 
@@ -106,7 +108,7 @@ class _Planner:
         """Apply the three rules."""
         in_order = self._in_order()
         for claimant in in_order:
-            if claimant.need and self._goal(claimant) <= claimant.booked:
+            if claimant.need and self._goal(claimant) <= claimant.booked and not claimant.refused:
                 self._grant(claimant)
         for claimant in in_order:
             if claimant.start_bytes:
@@ -147,7 +149,7 @@ class _Planner:
         extra = goal - c.booked
         missing = {d: extra * cost - self._room(c, d) for d, cost in c.cost.items()}
         blocked = bool(self.plan.pressed & set(c.cost)) and goal > self.floor[c.id]
-        if blocked or any(lack > 0 for lack in missing.values()):
+        if c.refused or blocked or any(lack > 0 for lack in missing.values()):
             self._wait(c, missing)
         else:
             self._grant(c)
@@ -260,7 +262,7 @@ class _Planner:
     def _keep_unspent(self) -> None:
         """Leave granted wants as they are, except on devices somebody waits for."""
         for c in self.claimants.values():
-            if c.id in self.granted or self.plan.pressed & set(c.cost):
+            if c.refused or c.id in self.granted or self.plan.pressed & set(c.cost):
                 continue
             keep = min(c.booked, c.held + c.want, c.cap)
             if keep > self.plan.allowance[c.id]:
@@ -272,7 +274,7 @@ class _Planner:
         wanting = {
             c.id: min(c.held + c.want, c.cap)
             for c in self.claimants.values()
-            if c.want and not self.plan.pressed & set(c.cost)
+            if c.want and not c.refused and not self.plan.pressed & set(c.cost)
         }
         open_ids = {i for i, goal in wanting.items() if goal > self.plan.allowance[i]}
         unmet: list[Claimant] = []

@@ -375,6 +375,14 @@ class SimInstance:
         self.feed(group_events.ReadingTaken(self.world.now_s, reading))
 
     def _start_ranks(self) -> None:
+        for device in self.devices:
+            wanted = self.geometry.prefix * self.geometry.extent_bytes[device.name]
+            if device.free_bytes < wanted:
+                # The driver refuses the prefix: a start that fails, as in real life, when a
+                # process outside the group was faster. Never among ourselves.
+                self.world.require_foreign(device)
+                self.world.fail_start(self)
+                return
         self.ranks = [SimRank(self, r, device) for r, device in enumerate(self.devices)]
         for rank in self.ranks:
             self.feed(group_events.AgentJoined(self.world.now_s, rank.hello()))
@@ -550,7 +558,20 @@ class World:
         alive = [i for i in self.instances if i.alive]
         if not alive:
             return
-        victim = self.random.choice(alive)
+        self._kill(self.random.choice(alive))
+
+    def fail_start(self, instance: SimInstance) -> None:
+        """An engine whose prefix was refused exits and is started again."""
+        self._kill(instance)
+
+    def require_foreign(self, device: Device) -> None:
+        """A refused prefix is only excused by memory the books cannot know of."""
+        if not device.foreign_bytes and not any(
+            not rank.instance.alive for rank in device.holders if isinstance(rank, SimRank)
+        ):
+            raise InvariantViolation("a granted prefix is there", device.name)
+
+    def _kill(self, victim: SimInstance) -> None:
         victim.crash()
         if self.arbiter is not None:
             self.after(
