@@ -1,0 +1,614 @@
+"""Channels: ZeroMQ sockets that carry kvadmit's messages. The only importer of zmq.
+
+Owns: contexts, socket options, the send queues, sequence numbers and the counting of
+everything that did not fit. Must not know: what a message means, beyond which types are
+levels. Errors of zmq are translated here and nowhere else.
+
+Rules of every socket here:
+- It belongs to the thread that made it (asserted) and to the process that made it: after a
+  fork it refuses to work, since libzmq's threads do not survive one.
+- A send never waits. What the socket does not take at once is queued per peer, bounded; of
+  a level only the newest is kept. A message gets its sequence number when the socket takes
+  it, so a replaced level leaves no gap.
+- A broken connection is not resumed: identities are incarnations, and a life that lost its
+  channel starts another. (A ROUTER without handover ignores a reconnect that overtakes the
+  news of the break, for ever; and libzmq shows neither.)
+- The descriptor of a zmq socket is edge-triggered and also fires for the library's own
+  commands: after every send and receive its EVENTS must be read again, else a message may
+  lie there unseen (zmq_getsockopt(3), ZMQ_FD).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvadmit.errors import (
+    KvAdmitError,
+    LocalProtocolError,
+    PeerError,
+    RemoteProtocolError,
+    VersionError,
+)
+from kvadmit.lease import LeaseLine
+from kvadmit.messages import (
+    FRAME_BYTES_MAX,
+    PROTOCOL_VERSION,
+    Allowance,
+    Header,
+    Message,
+    Report,
+    decode,
+    encode,
+)
+
+LEVELS: tuple[type, ...] = (Report, Allowance)
+"""Absolute levels: a newer one of the type makes a queued one worthless (design section 4)."""
+
+QUEUE_MESSAGES_MAX = 1024
+"""Messages kept for a peer that does not read. An instance has some tens under way at most."""
+
+HIGH_WATER_MARK = 64
+"""Messages in libzmq's own pipe, each way. Small, so that levels wait where they are replaced."""
+
+RECEIVE_BATCH = 64
+"""Messages handled before the loop may do something else."""
+
+BACKLOG = 256
+
+
+class ChannelCounters(msgspec.Struct):
+    """What went through a socket and what did not. Written by its owner thread only."""
+
+    sent: int = 0
+    received: int = 0
+    queued: int = 0
+    levels_replaced: int = 0
+    queue_full: int = 0
+    unreachable: int = 0
+    sequence_gaps: int = 0
+    sequence_repeats: int = 0
+    bad_messages: int = 0
+    version_errors: int = 0
+    without_lease: int = 0
+    from_dropped: int = 0
+
+
+# --- contexts ------------------------------------------------------------------------------
+
+
+class _Contexts:
+    """One zmq context per process, made for the first socket and ended after the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._users = 0
+        self._abandoned: list[object] = []
+        os.register_at_fork(after_in_child=self._abandon)
+
+    def acquire(self) -> zmq.Context[zmq.Socket[bytes]]:
+        with self._lock:
+            if self._context is None:
+                self._context = zmq.Context(io_threads=1)
+            self._users += 1
+            return self._context
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            context, self._context = self._context, None
+        if context is not None:
+            context.term()  # bounded: every socket was closed with a bounded linger
+
+    def _abandon(self) -> None:
+        # The child must neither use the parent's context nor end it: its threads are not here.
+        # The lock may have been held by a thread that does not exist here either.
+        self._lock = threading.Lock()
+        if self._context is not None:
+            self._abandoned.append(self._context)
+        self._context = None
+        self._users = 0
+
+
+_contexts = _Contexts()
+
+
+# --- one peer ------------------------------------------------------------------------------
+
+
+class Outbox:
+    """Messages a peer has not taken yet, oldest first; of each level only the newest.
+
+    A newer level takes its place at the *end*: everything sent before it still arrives first.
+    """
+
+    def __init__(self, messages_max: int = QUEUE_MESSAGES_MAX) -> None:
+        self.messages_max = messages_max
+        self.replaced = 0
+        self._messages: OrderedDict[object, Message] = OrderedDict()
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def put(self, message: Message) -> bool:
+        """Queue `message`. False, and nothing changed, if the queue is full."""
+        key: object
+        if isinstance(message, LEVELS):
+            key = type(message)
+            if self._messages.pop(key, None) is not None:
+                self.replaced += 1
+        else:
+            self._number += 1
+            key = self._number
+        if len(self._messages) >= self.messages_max:
+            return False
+        self._messages[key] = message
+        return True
+
+    def first(self) -> Message:
+        return next(iter(self._messages.values()))
+
+    def remove_first(self) -> None:
+        self._messages.popitem(last=False)
+
+
+class _Peer:
+    """Both directions of one peer: the queue, the counters of its sequence, its fall."""
+
+    __slots__ = ("dropped", "name", "outbox", "sequence_in", "sequence_out")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.outbox = Outbox()
+        self.sequence_in = 0
+        self.sequence_out = 0
+        self.dropped = False
+
+
+# --- what all sockets share -----------------------------------------------------------------
+
+
+class _Socket:
+    """A zmq socket with its owner, its options, and the codec above it."""
+
+    def __init__(self, kind: int, endpoint: str, incarnation: str) -> None:
+        self.endpoint = endpoint
+        self.incarnation = incarnation
+        self.counters = ChannelCounters()
+        self.closed = False
+        self._pid = os.getpid()
+        self._thread = threading.get_ident()
+        context = _contexts.acquire()
+        try:
+            self._socket: zmq.Socket[bytes] = context.socket(kind)
+        except zmq.ZMQError as error:
+            _contexts.release()
+            self.closed = True
+            raise PeerError(endpoint, f"open channel: {error}") from error
+        options: dict[int, Any] = {
+            zmq.LINGER: 0,
+            zmq.MAXMSGSIZE: FRAME_BYTES_MAX,
+            zmq.SNDHWM: HIGH_WATER_MARK,
+            zmq.RCVHWM: HIGH_WATER_MARK,
+            zmq.BACKLOG: BACKLOG,
+            zmq.RECONNECT_IVL: -1,
+            zmq.IMMEDIATE: 0,  # a hello may be sent while the connection is being made
+        }
+        if kind == zmq.ROUTER:
+            options |= {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 0}
+        else:
+            options[zmq.ROUTING_ID] = incarnation.encode()
+        try:
+            for option, value in options.items():
+                self._socket.setsockopt(option, value)
+            if kind == zmq.ROUTER:
+                self._socket.bind(endpoint)
+            else:
+                self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise PeerError(endpoint, f"open channel: {error}") from error
+
+    def _check_owner(self) -> None:
+        if self.closed:
+            raise LocalProtocolError(f"channel {self.endpoint} is closed")
+        if os.getpid() != self._pid:
+            raise LocalProtocolError(
+                f"channel {self.endpoint} of process {self._pid} used after fork in {os.getpid()}"
+            )
+        assert threading.get_ident() == self._thread, "a zmq socket has one owner thread"
+
+    def close(self, flush_s: float = 0.0) -> None:
+        """Close the socket; what libzmq has not written within `flush_s` is lost. Idempotent.
+
+        Returns at once, unless it is the process's last channel: then after `flush_s` at most.
+        """
+        if self.closed or os.getpid() != self._pid:
+            return
+        self._check_owner()
+        self.closed = True
+        self._socket.close(linger=round(flush_s * 1000))
+        _contexts.release()
+
+    def _transmit(self, peer: _Peer, prefix: list[bytes], message: Message) -> bool:
+        """Hand one message to libzmq. False: no room now. Raises LocalProtocolError, ZMQError."""
+        header = Header(PROTOCOL_VERSION, self.incarnation, peer.sequence_out + 1)
+        try:
+            self._socket.send_multipart(prefix + self._encode(header, message), zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        peer.sequence_out += 1
+        self.counters.sent += 1
+        return True
+
+    def _encode(self, header: Header, message: Message) -> list[bytes]:
+        frames = encode(header, message)
+        if len(frames[1]) > FRAME_BYTES_MAX:
+            raise LocalProtocolError(
+                f"{type(message).__name__} of {len(frames[1])} bytes; {FRAME_BYTES_MAX} at most"
+            )
+        return frames
+
+    def _queue(self, peer: _Peer, message: Message) -> bool:
+        # Refuse one that is too large to its sender, not later to whoever empties the queue.
+        self._encode(Header(PROTOCOL_VERSION, self.incarnation, 0), message)
+        before = peer.outbox.replaced
+        accepted = peer.outbox.put(message)
+        self.counters.levels_replaced += peer.outbox.replaced - before
+        if accepted:
+            self.counters.queued += 1
+        else:
+            self.counters.queue_full += 1
+        return accepted
+
+    def _accept(self, peer: _Peer, frames: list[bytes]) -> tuple[Header, Message]:
+        """Parse and account one message. Raises ProtocolError; the peer is then dropped."""
+        try:
+            header, message = decode(frames)
+            if header.incarnation != peer.name:
+                raise RemoteProtocolError(
+                    f"a message of {header.incarnation!r} came over the channel of {peer.name!r}"
+                )
+        except KvAdmitError as error:
+            peer.dropped = True
+            self.counters.bad_messages += 1
+            if isinstance(error, VersionError):
+                self.counters.version_errors += 1
+            raise
+        self.counters.received += 1
+        if header.sequence <= peer.sequence_in:
+            self.counters.sequence_repeats += 1
+        else:
+            self.counters.sequence_gaps += header.sequence - peer.sequence_in - 1
+            peer.sequence_in = header.sequence
+        return header, message
+
+
+OnMessage = Callable[[str, Header, Message], None]
+OnBad = Callable[[str, KvAdmitError], None]
+
+
+class _AsyncSocket(_Socket):
+    """A socket driven by the asyncio loop of the thread that makes it."""
+
+    def __init__(
+        self, kind: int, endpoint: str, incarnation: str, on_message: OnMessage, on_bad: OnBad
+    ) -> None:
+        self._on_message = on_message
+        self._on_bad = on_bad
+        self._loop = asyncio.get_running_loop()
+        self._pump_due = False
+        self._descriptor = -1
+        super().__init__(kind, endpoint, incarnation)
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._pump)
+        self._schedule_pump()
+
+    def close(self, flush_s: float = 0.0) -> None:
+        if not self.closed and os.getpid() == self._pid and self._descriptor >= 0:
+            self._loop.remove_reader(self._descriptor)
+        super().close(flush_s)
+
+    def _schedule_pump(self) -> None:
+        if not self._pump_due:
+            self._pump_due = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Receive a batch and push queues on, until EVENTS says there is nothing more.
+
+        Runs when the descriptor fires and after every send (see the module's last rule).
+        """
+        self._pump_due = False
+        again = True  # a handler that raises must not leave messages lying behind the edge
+        try:
+            for _ in range(RECEIVE_BATCH):
+                if self.closed:
+                    return
+                if not self._has_messages():
+                    break
+                self._receive()
+            if not self.closed:
+                self._flush()
+                again = self._has_messages()
+        finally:
+            if again and not self.closed:
+                self._schedule_pump()
+
+    def _has_messages(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _receive(self) -> None:
+        raise NotImplementedError
+
+    def _flush(self) -> None:
+        raise NotImplementedError
+
+    def _deliver(self, peer: _Peer, frames: list[bytes]) -> None:
+        if peer.dropped:
+            self.counters.from_dropped += 1
+            return
+        try:
+            header, message = self._accept(peer, frames)
+        except KvAdmitError as error:
+            self._on_bad(peer.name, error)
+            return
+        self._on_message(peer.name, header, message)
+
+
+class AsyncRouter(_AsyncSocket):
+    """Receive from and answer many dealers, bound at `endpoint`, on the running loop.
+
+    `has_lease(incarnation)` decides whether a sender is known (`LeaseServer.__contains__`);
+    others are dropped and counted. `on_bad(peer, error)` is called once: from then on the
+    peer's messages are dropped, while it can still be sent to (to say why). The caller then
+    drops its lease. All callbacks run on the loop's thread.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        incarnation: str,
+        *,
+        on_message: OnMessage,
+        on_bad: OnBad,
+        has_lease: Callable[[str], bool],
+    ) -> None:
+        self._has_lease = has_lease
+        self._peers: dict[str, _Peer] = {}
+        self._waiting: dict[str, _Peer] = {}
+        super().__init__(zmq.ROUTER, endpoint, incarnation, on_message, on_bad)
+
+    def send(self, peer: str, message: Message) -> bool:
+        """Send to a peer that has spoken before. Never waits; order per peer is kept.
+
+        False, counted, when it is not connected or its queue is full (it does not read):
+        the message is gone. True says only that it was taken on. Raises LocalProtocolError
+        for a message that is too large, and then nothing was sent.
+        """
+        self._check_owner()
+        known = self._peers.get(peer)
+        if known is None:
+            self.counters.unreachable += 1
+            return False
+        if known.outbox:
+            return self._queue(known, message)
+        self._schedule_pump()
+        try:
+            if self._transmit(known, [peer.encode()], message):
+                return True
+        except zmq.ZMQError:  # EHOSTUNREACH: it has closed its end
+            self.counters.unreachable += 1
+            return False
+        self._waiting[peer] = known
+        return self._queue(known, message)
+
+    def forget(self, peer: str) -> None:
+        """Drop a lost peer's queue and sequence state. Idempotent."""
+        self._peers.pop(peer, None)
+        self._waiting.pop(peer, None)
+
+    def backlog(self, peer: str) -> int:
+        """Return how many messages wait for a peer that does not read."""
+        known = self._peers.get(peer)
+        return 0 if known is None else len(known.outbox)
+
+    def _receive(self) -> None:
+        identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
+        name = identity.decode("ascii", "replace")
+        if not self._has_lease(name):
+            self.counters.without_lease += 1
+            return
+        peer = self._peers.get(name)
+        if peer is None:
+            peer = self._peers[name] = _Peer(name)
+        self._deliver(peer, frames)
+
+    def _flush(self) -> None:
+        for name, peer in list(self._waiting.items()):
+            try:
+                while peer.outbox and self._transmit(peer, [name.encode()], peer.outbox.first()):
+                    peer.outbox.remove_first()
+            except zmq.ZMQError:
+                self.counters.unreachable += len(peer.outbox)
+                peer.outbox = Outbox()
+            if not peer.outbox:
+                del self._waiting[name]
+
+
+class AsyncDealer(_AsyncSocket):
+    """Talk to one router at `endpoint`, on the running loop; the identity is `incarnation`.
+
+    `server`: the router's incarnation, as its lease line said. `on_bad(server, error)` is
+    called once; then its messages are dropped. Callbacks run on the loop's thread.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        incarnation: str,
+        server: str,
+        *,
+        on_message: OnMessage,
+        on_bad: OnBad,
+    ) -> None:
+        self._peer = _Peer(server)
+        super().__init__(zmq.DEALER, endpoint, incarnation, on_message, on_bad)
+
+    def send(self, message: Message) -> bool:
+        """Send to the router. As `AsyncRouter.send`."""
+        self._check_owner()
+        if self._peer.outbox:
+            return self._queue(self._peer, message)
+        self._schedule_pump()
+        return self._transmit(self._peer, [], message) or self._queue(self._peer, message)
+
+    def backlog(self) -> int:
+        """Return how many messages wait because the router does not read."""
+        return len(self._peer.outbox)
+
+    def _receive(self) -> None:
+        self._deliver(self._peer, self._socket.recv_multipart(zmq.DONTWAIT))
+
+    def _flush(self) -> None:
+        _flush_dealer(self, self._peer)
+
+
+def _flush_dealer(dealer: AsyncDealer | BlockingDealer, peer: _Peer) -> None:
+    while peer.outbox and dealer._transmit(peer, [], peer.outbox.first()):
+        peer.outbox.remove_first()
+
+
+# --- the agent's side ------------------------------------------------------------------------
+
+
+class BlockingDealer(_Socket):
+    """Talk to one router from a thread without a loop; wait for it with an `AgentPoller`."""
+
+    def __init__(self, endpoint: str, incarnation: str, server: str) -> None:
+        self._peer = _Peer(server)
+        super().__init__(zmq.DEALER, endpoint, incarnation)
+
+    def send(self, message: Message) -> bool:
+        """Send to the router. As `AsyncRouter.send`; a queue moves on in `AgentPoller.wait`."""
+        self._check_owner()
+        if self._peer.outbox:
+            return self._queue(self._peer, message)
+        return self._transmit(self._peer, [], message) or self._queue(self._peer, message)
+
+    def backlog(self) -> int:
+        """Return how many messages wait because the router does not read."""
+        return len(self._peer.outbox)
+
+    def _received(self) -> Iterator[Ready]:
+        for _ in range(RECEIVE_BATCH):
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            if self._peer.dropped:
+                self.counters.from_dropped += 1
+                continue
+            try:
+                header, message = self._accept(self._peer, frames)
+            except KvAdmitError as error:
+                yield BadPeer(self._peer.name, error)
+            else:
+                yield Received(self._peer.name, header, message)
+
+
+class Received(msgspec.Struct, frozen=True):
+    """A message came."""
+
+    peer: str
+    header: Header
+    message: Message
+
+
+class BadPeer(msgspec.Struct, frozen=True):
+    """The router broke the contract; nothing more of it is read."""
+
+    peer: str
+    error: Any
+
+
+class Woken(msgspec.Struct, frozen=True):
+    """`AgentPoller.wake` was called since the last wait, once or more often."""
+
+
+class LeaseLost(msgspec.Struct, frozen=True):
+    """The router's process is gone. Reported once, after all messages that came before."""
+
+    peer: str
+
+
+Ready = Received | BadPeer | Woken | LeaseLost
+
+
+class AgentPoller:
+    """Wait for a dealer, its lease line and wake-ups from other threads at once.
+
+    Belongs to the dealer's thread, except `wake`.
+    """
+
+    def __init__(self, dealer: BlockingDealer, lease: LeaseLine) -> None:
+        self._dealer = dealer
+        self._lease = lease
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        self._lease_open = True
+        self._poller = zmq.Poller()
+        self._poller.register(dealer._socket, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._poller.register(lease.fileno(), zmq.POLLIN)
+
+    def wake(self) -> None:
+        """Make the present or next `wait` return `Woken`. Any thread; never waits."""
+        with self._wake_lock:  # against `close`: the number may be another file by then
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def wait(self, timeout_s: float | None = None) -> list[Ready]:
+        """Return what is ready, in the order it is to be handled; empty after `timeout_s`.
+
+        None waits without end. A time is rounded up to whole milliseconds.
+        """
+        dealer = self._dealer
+        dealer._check_owner()
+        _flush_dealer(dealer, dealer._peer)
+        interest = zmq.POLLIN | (zmq.POLLOUT if dealer.backlog() else 0)
+        self._poller.modify(dealer._socket, interest)
+        timeout_ms = None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
+        found = dict(self._poller.poll(timeout_ms))
+        ready: list[Ready] = []
+        if self._wake in found:
+            os.eventfd_read(self._wake)
+            ready.append(Woken())
+        if dealer._socket in found:
+            ready.extend(dealer._received())
+            _flush_dealer(dealer, dealer._peer)
+        if self._lease_open and self._lease.fileno() in found and self._lease.is_lost():
+            self._lease_open = False
+            self._poller.unregister(self._lease.fileno())
+            ready.extend(dealer._received())
+            ready.append(LeaseLost(self._lease.server))
+        return ready
+
+    def close(self) -> None:
+        """Give up the wake-up descriptor; dealer and lease stay the caller's. Idempotent."""
+        with self._wake_lock:
+            descriptor, self._wake = self._wake, -1
+        if descriptor >= 0:
+            os.close(descriptor)
