@@ -1,0 +1,183 @@
+"""The arbiter: the shell around the arbitration machine, one process per host.
+
+Owns: the arbiter's lock, its epoch, its sockets and the loop they run on. Must not know:
+who should get what. Started by the first instance (`rendezvous`), it ends a few seconds
+after the last one left. `python -m kvadmit.arbiter --run-dir DIR` detaches itself; when
+another process holds the lock it ends at once, quietly, with exit code 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+import uvloop
+
+from kvadmit import arbitration
+from kvadmit.channel import AsyncRouter
+from kvadmit.errors import KvAdmitError, LocalProtocolError, RemoteProtocolError
+from kvadmit.lease import LeaseServer
+from kvadmit.messages import Bye, Header, Hello, Message, Refused, Report, StatusQuery
+from kvadmit.rundir import ArbiterLock, RunDir, new_incarnation
+from kvadmit.timers import LoopTimers
+
+logger = logging.getLogger("kvadmit.arbiter")
+
+CHECKING = bool(os.environ.get("KVADMIT_CHECK"))
+"""Let the machine check itself after every event; the integration tests set it."""
+
+
+class Arbiter:
+    """One arbiter's life on the running loop. The caller holds the lock of `run`."""
+
+    def __init__(self, run: RunDir, *, reclaim_s: float, epoch_seen: int = 0) -> None:
+        self._run = run
+        # Stored before anything is bound: no two lives share a socket name.
+        self.epoch = run.next_epoch(epoch_seen)
+        run.sweep()
+        self._machine = arbitration.Arbitration(epoch=self.epoch, reclaim_s=reclaim_s)
+        incarnation = new_incarnation("arbiter")
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._loop.set_exception_handler(lambda _, context: self._fail(context))
+        self._timers = LoopTimers(
+            lambda name: self._step(arbitration.TimerFired(time.monotonic(), name))
+        )
+        self._leases = LeaseServer(
+            run.arbiter_lease(self.epoch),
+            incarnation,
+            on_peer=lambda peer, pid: None,
+            on_lost=self._lose,
+        )
+        self._router = AsyncRouter(
+            run.arbiter_endpoint(self.epoch),
+            incarnation,
+            on_message=self._receive,
+            on_bad=self._refuse,
+            has_lease=self._leases.__contains__,
+        )
+        # Last, since whoever gets a lease line may send to the router.
+        self._leases.start()
+
+    async def serve(self) -> None:
+        """Run until nobody is left or SIGTERM comes; every file is removed then."""
+        self._loop.add_signal_handler(signal.SIGTERM, self._end)
+        # Nobody may come at all: whoever started us may be dead.
+        self._timers.start("linger", time.monotonic() + arbitration.LINGER_S)
+        logger.info("epoch %d serves %s", self.epoch, self._run.path)
+        try:
+            await self._ended
+        finally:
+            self._timers.close()
+            self._router.close()
+            self._leases.close()
+            logger.info("epoch %d ends", self.epoch)
+
+    def _receive(self, peer: str, header: Header, message: Message) -> None:
+        if not isinstance(message, Hello | Report | Bye | StatusQuery):
+            kind = type(message).__name__
+            self._refuse(peer, RemoteProtocolError(f"the arbiter takes no {kind}"))
+            return
+        self._step(arbitration.PeerSent(time.monotonic(), peer, message))
+
+    def _refuse(self, peer: str, error: KvAdmitError) -> None:
+        logger.error("%s is dropped: %s", peer, error)
+        self._router.send(peer, Refused(reason=str(error), code=error.code))
+        self._leases.drop(peer)
+        self._lose(peer)
+
+    def _lose(self, peer: str) -> None:
+        self._router.forget(peer)
+        self._step(arbitration.PeerLost(time.monotonic(), peer))
+
+    def _step(self, event: arbitration.Event) -> None:
+        effects = self._machine.step(event)
+        if CHECKING:
+            self._machine.check()
+        for effect in effects:
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: arbitration.Effect) -> None:
+        match effect:
+            case arbitration.Send():
+                self._router.send(effect.peer, effect.message)
+            case arbitration.Drop():
+                self._leases.drop(effect.peer)
+                self._router.forget(effect.peer)
+            case arbitration.StartTimer():
+                self._timers.start(effect.timer, effect.at_s)
+            case arbitration.StopTimer():
+                self._timers.stop(effect.timer)
+            case arbitration.Note():
+                logger.info("%s", effect.text)
+            case arbitration.Exit():
+                self._end()
+
+    def _end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def _fail(self, context: Mapping[str, object]) -> None:
+        """End loudly with what escaped a callback; the next arbiter starts from reports."""
+        error = context.get("exception")
+        if not isinstance(error, BaseException):
+            error = LocalProtocolError(str(context.get("message")))
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+
+async def _serve(run: RunDir, options: argparse.Namespace) -> None:
+    arbiter = Arbiter(run, reclaim_s=options.reclaim_s, epoch_seen=options.epoch_seen)
+    if options.ready_fd is not None:
+        with contextlib.suppress(BrokenPipeError):  # whoever started us is gone: others may come
+            os.write(options.ready_fd, b"\1")
+        os.close(options.ready_fd)
+    await arbiter.serve()
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvadmit.arbiter",
+        description="Arbitrate memory between the instances of a host. Started by them.",
+    )
+    parser.add_argument("--run-dir", required=True, help="the instances' run directory")
+    parser.add_argument("--reclaim-s", type=float, default=5.0, help="time a victim may take")
+    parser.add_argument("--epoch-seen", type=int, default=0, help="newest epoch known elsewhere")
+    parser.add_argument("--ready-fd", type=int, help="gets one byte once the sockets are bound")
+    parser.add_argument("--foreground", action="store_true", help="stay a child of the caller")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the arbiter unless somebody else is it; return the exit code."""
+    options = _parse(arguments)
+    if not options.foreground and os.fork():
+        os._exit(0)  # our child lives on without the instance that started it as its parent
+    os.chdir("/")
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(process)d %(message)s"
+    )
+    run = RunDir.open(options.run_dir)
+    lock = ArbiterLock(run)
+    if not lock.try_acquire():
+        return 0
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(run, options))
+    except Exception:
+        logger.critical("the arbiter failed", exc_info=True)
+        return 1
+    finally:
+        lock.release()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

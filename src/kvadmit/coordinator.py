@@ -1,0 +1,635 @@
+"""The coordinator: the shell around one instance's group machine, in EngineCore's process.
+
+Owns: one thread with a uvloop loop, the channels to the agents and to the arbiter, and the
+blocking calls of the engine's start. Must not know: vLLM, the driver, or why anything is
+decided. Messages, timers, the pool's port and calls become events of `group.Group`, whose
+effects it runs in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import uvloop
+
+from kvadmit import group_events as events
+from kvadmit.channel import AsyncRouter
+from kvadmit.config import Settings
+from kvadmit.errors import (
+    CapacityError,
+    KvAdmitError,
+    LocalProtocolError,
+    PeerLostError,
+    PeerTimeoutError,
+    ProtocolError,
+    RemoteProtocolError,
+    UnsupportedError,
+    VersionError,
+)
+from kvadmit.geometry import ExtentPlan
+from kvadmit.group import Group
+from kvadmit.host_pool import HostPool
+from kvadmit.lease import LeaseServer
+from kvadmit.link import Call
+from kvadmit.messages import (
+    AgentHello,
+    Allowance,
+    Answer,
+    DeviceReading,
+    Elect,
+    Header,
+    Headroom,
+    Hello,
+    Message,
+    Refused,
+    Resync,
+    Seen,
+    StartTurn,
+    Status,
+    Welcome,
+)
+from kvadmit.port import PoolEvent, PoolLevels, PoolPort
+from kvadmit.processes import ProcessWatch, is_stopped
+from kvadmit.rendezvous import ArbiterChannel
+from kvadmit.rundir import InstanceClaim, RunDir, new_incarnation
+from kvadmit.timers import LoopTimers
+
+logger = logging.getLogger(__name__)
+
+FIND_WAIT_S = 30.0
+"""Longest wait for an arbiter at start: one that must be started, on a busy host."""
+CALL_SLACK_S = 5.0
+"""The machine's own deadline ends a call first; this bounds the wait if the thread is gone."""
+BYE_WAIT_S = 1.0
+STOP_WAIT_S = 10.0
+STATUS_WAIT_S = 5.0
+DEATH_GRACE_S = 5.0
+"""After its front end died an engine has this long to end by itself (design: 15 s in all)."""
+DEATH_EXIT_CODE = 71
+HOST_POOL_FILE = "host.pool"
+CHECKING = bool(os.environ.get("KVADMIT_CHECK"))
+"""Let the machine check itself after every event; the integration tests set it."""
+
+_FROM_ARBITER = (Welcome, Seen, StartTurn, Allowance, Elect, Resync, Refused)
+
+
+class Coordinator:
+    """One instance's coordinator.
+
+    `devices`: the device of each rank. `device_total_bytes`: device -> bytes that all
+    instances share there. `name` is for people and must be unique on the host. `wake` wakes
+    an idle or parked engine after an order was put into `port`; `on_engine_lost(reason)`
+    says that a rank or this thread is gone for good. `read_device(device)` returns its free
+    and total bytes before any agent is there; by default the host pool's. All are called on
+    the coordinator's thread and must not wait.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        ranks: int,
+        devices: Sequence[str],
+        device_total_bytes: Mapping[str, int],
+        name: str,
+        wake: Callable[[], None],
+        on_engine_lost: Callable[[str], None] | None = None,
+        read_device: Callable[[str], tuple[int, int]] | None = None,
+        details: Mapping[str, str] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.name = name
+        self.incarnation = new_incarnation("coordinator")
+        self.port = PoolPort(wake_pool=wake, wake_coordinator=self._wake_from_pool)
+        self._devices = tuple(devices)
+        self._on_engine_lost = on_engine_lost
+        self._read_device = read_device or self._read_host_pool
+        hello = Hello(
+            revision=1,
+            name=name,
+            pid=os.getpid(),
+            devices=dict(device_total_bytes),
+            start_bytes={},
+            settings=dict(details or {}),
+        )
+        self._group = Group(
+            ranks=ranks,
+            hello=hello,
+            start_wait_s=settings.start_wait_s,
+            idle_decay_s=settings.idle_decay_s,
+        )
+        self._histograms = {"grow_latency_s": Histogram(), "grant_wait_s": Histogram()}
+        self._settled: dict[Call, concurrent.futures.Future[None]] = {
+            "start": concurrent.futures.Future(),
+            "geometry": concurrent.futures.Future(),
+            "ready": concurrent.futures.Future(),
+        }
+        self._greeted: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Done with the arbiter's first word."""
+        self._run: RunDir | None = None
+        self._claim: InstanceClaim | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop_asked: asyncio.Event | None = None
+        self._timers: LoopTimers | None = None
+        self._leases: LeaseServer | None = None
+        self._router: AsyncRouter | None = None
+        self._arbiter: ArbiterChannel | None = None
+        self._watches: list[ProcessWatch] = []
+        self._agents: dict[str, int] = {}
+        """Agent's incarnation -> rank."""
+        self._peers: dict[int, str] = {}
+        self._pool_woken = False
+        self._engine_lost = ""
+        self._arbiter_trouble = ""
+        self._last_status: dict[str, object] = {}
+
+    # --- engine's main thread ---
+
+    def start(self) -> None:
+        """Start the thread, find the arbiter or start one, and greet it.
+
+        Raises ConfigError for a bad run directory, CapacityError when the arbiter refuses
+        this instance, UnsupportedError when it is of another release, PeerTimeoutError when
+        none answers in FIND_WAIT_S. The thread has ended then.
+        """
+        self._run = RunDir.open(self.settings.run_dir)
+        if self._run.note:
+            logger.warning("%s", self._run.note)
+        self._claim = self._run.claim(self.incarnation)
+        self._run.sweep()
+        self._thread = threading.Thread(
+            target=self._run_thread, name="kvadmit-coordinator", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._greeted.result(FIND_WAIT_S)
+        except TimeoutError:
+            self.stop()
+            what = f"answer ({self._arbiter_trouble or 'silent'})"
+            raise PeerTimeoutError("arbiter", what, FIND_WAIT_S) from None
+        except BaseException:
+            self.stop()
+            raise
+
+    def request_start(self, start_bytes: Mapping[str, int]) -> None:
+        """Wait until `start_bytes` (device -> bytes beside elastic KV) are booked for us.
+
+        Raises CapacityError, saying who holds what, when they are not in `start_wait_s`.
+        """
+        wanted = dict(start_bytes)
+        self._post(lambda now_s: events.StartRequested(now_s, wanted))
+        self._wait_settled("start")
+
+    def set_geometry(self, plan: ExtentPlan) -> None:
+        """Announce the planned KV cache; returns once its prefix may be backed.
+
+        Raises CapacityError when the floor does not fit or the prefix is not allowed in
+        `start_wait_s`.
+        """
+        geometry = plan.wire()
+        self._post(lambda now_s: events.GeometryKnown(now_s, geometry))
+        self._wait_settled("geometry")
+
+    def wait_ready(self) -> None:
+        """Wait until every rank's agent has said hello with the prefix mapped.
+
+        Raises PeerTimeoutError, naming the ranks, after `start_wait_s` from `set_geometry`,
+        and PeerLostError when a rank ends meanwhile.
+        """
+        self._wait_settled("ready")
+
+    @property
+    def runtime(self) -> dict[str, object]:
+        """What the workers need to know, as plain picklable values. After `start`."""
+        assert self._run is not None, "start() first"
+        return {
+            "incarnation": self.incarnation,
+            "name": self.name,
+            "run_dir": str(self._run.path),
+            "agents": self._run.agents_endpoint(self.incarnation),
+            "lease": self._run.agents_lease(self.incarnation),
+            "devices": list(self._devices),
+            "backend": "host",
+            "host_pool": self.settings.host_pool,
+            "host_pool_path": self._host_pool_path,
+            "settings": self.settings.as_mapping(),
+        }
+
+    @property
+    def _host_pool_path(self) -> str:
+        assert self._run is not None, "start() first"
+        return str(self._run.path / HOST_POOL_FILE)
+
+    def watch_parent(self, pid: int, on_death: Callable[[], None] | None = None) -> None:
+        """Call `on_death` on the coordinator's thread when process `pid` ends.
+
+        By default this process gets SIGTERM, and DEATH_GRACE_S later it is ended.
+        """
+        act = end_this_process if on_death is None else on_death
+
+        def watch() -> None:
+            try:
+                self._watches.append(ProcessWatch(pid, act))
+            except ProcessLookupError:
+                act()
+
+        self._call_soon(watch)
+
+    def status(self) -> dict[str, object]:
+        """Return machine, histograms and channels as plain JSON-able data. Any thread.
+
+        The last state once the thread has ended. Raises PeerTimeoutError if the thread
+        does not answer.
+        """
+        answer: concurrent.futures.Future[dict[str, object]] = concurrent.futures.Future()
+        asked = self._call_soon(lambda: answer.set_result(self._describe()))
+        thread = self._thread
+        if not asked or thread is None or thread is threading.current_thread():
+            return self._last_status or self._describe()
+        try:
+            return answer.result(STATUS_WAIT_S)
+        except TimeoutError:
+            if not thread.is_alive():
+                return self._last_status
+            raise PeerTimeoutError("coordinator", "give its status", STATUS_WAIT_S) from None
+
+    def stop(self) -> None:
+        """Say Bye, close every channel, end the thread, remove our files. Idempotent."""
+        thread = self._thread
+        if thread is None:
+            return
+        self._call_soon(self._ask_stop)
+        if thread is threading.current_thread():
+            return  # called from a callback: the thread ends after it
+        thread.join(STOP_WAIT_S)
+        if thread.is_alive():
+            logger.error("the coordinator's thread does not end")
+            return
+        if self._claim is not None:
+            self._claim.release()
+
+    def _wait_settled(self, call: Call) -> None:
+        wait_s = self.settings.start_wait_s + CALL_SLACK_S
+        try:
+            self._settled[call].result(wait_s)
+        except TimeoutError:
+            raise PeerTimeoutError("coordinator", f"settle {call}", wait_s) from None
+
+    def _post(self, make: Callable[[float], events.Event]) -> None:
+        """Have the machine take an event that `make(now_s)` builds on the loop's thread."""
+        if not self._call_soon(lambda: self._step(make(time.monotonic()))):
+            raise LocalProtocolError("the coordinator does not run")
+
+    def _call_soon(self, act: Callable[[], object]) -> bool:
+        """Run `act` on the loop's thread; False if that has ended."""
+        loop = self._loop
+        if loop is None:
+            return False
+        try:
+            loop.call_soon_threadsafe(act)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
+
+    # --- scheduler's thread ---
+
+    def _wake_from_pool(self) -> None:
+        """Have the loop look at the port soon; one wake-up for any number of posts.
+
+        Why the unlocked flag loses nothing: 1. post appends the event; 2. here the flag is
+        read. 3. `_drain_pool` clears the flag; 4. it collects. If 2 reads the flag set, then
+        3 is yet to come, hence 1 comes before 4 and the event is collected.
+        """
+        if self._pool_woken:
+            return
+        self._pool_woken = True
+        if not self._call_soon(self._drain_pool):
+            self._pool_woken = False  # not started yet: `_main` drains
+
+    # --- the loop's thread ---
+
+    def _run_thread(self) -> None:
+        error: BaseException | None = None
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._main())
+        except BaseException as reason:
+            error = reason
+        self._loop = None
+        if error is None:
+            self._fail_calls(PeerLostError("coordinator", "it has stopped"))
+            return
+        logger.critical("coordinator failed", exc_info=error)
+        if isinstance(error, KvAdmitError):
+            self._fail_calls(error)
+        self._lose_engine(f"coordinator failed: {error}")
+
+    async def _main(self) -> None:
+        assert self._run is not None
+        loop = asyncio.get_running_loop()
+        self._stop_asked = asyncio.Event()
+        failed: asyncio.Future[bool] = loop.create_future()
+        loop.set_exception_handler(lambda _, context: _take_failure(failed, context))
+        self._timers = LoopTimers(
+            lambda name: self._step(events.TimerFired(time.monotonic(), name))
+        )
+        try:
+            self._open_channels(self._run)
+            self._loop = loop
+            self._drain_pool()
+            asked: asyncio.Future[bool] = loop.create_task(self._stop_asked.wait())
+            await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)
+            asked.cancel()
+            if failed.done():
+                failed.result()
+            failed.cancel()
+            await self._say_bye()
+        finally:
+            self._last_status = self._describe()
+            await self._close_channels()
+
+    def _open_channels(self, run: RunDir) -> None:
+        self._leases = LeaseServer(
+            run.agents_lease(self.incarnation),
+            self.incarnation,
+            on_peer=lambda peer, pid: None,
+            on_lost=self._agent_lost,
+        )
+        self._router = AsyncRouter(
+            run.agents_endpoint(self.incarnation),
+            self.incarnation,
+            on_message=self._agent_sent,
+            on_bad=self._agent_bad,
+            has_lease=self._leases.__contains__,
+        )
+        self._leases.start()
+        self._arbiter = ArbiterChannel(
+            run,
+            self.incarnation,
+            reclaim_s=self.settings.reclaim_s,
+            newest_epoch=lambda: self._group.link.epoch,
+            on_found=lambda: self._step(events.ArbiterFound(time.monotonic())),
+            on_lost=lambda: self._step(events.ArbiterLost(time.monotonic())),
+            on_message=self._arbiter_sent,
+            on_trouble=self._arbiter_failed,
+        )
+
+    async def _say_bye(self) -> None:
+        self._step(events.StopRequested(time.monotonic()))
+        if self._arbiter is not None:
+            await self._arbiter.leave(BYE_WAIT_S)
+
+    async def _close_channels(self) -> None:
+        for watch in self._watches:
+            watch.close()
+        if self._timers is not None:
+            self._timers.close()
+        if self._arbiter is not None:
+            await self._arbiter.leave()
+        if self._router is not None:
+            self._router.close()
+        if self._leases is not None:
+            self._leases.close()
+
+    def _ask_stop(self) -> None:
+        assert self._stop_asked is not None
+        self._stop_asked.set()
+
+    # --- events ---
+
+    def _step(self, event: events.Event) -> None:
+        effects = self._group.step(event)
+        if CHECKING:
+            self._group.check()
+        for effect in effects:
+            self._carry_out(effect)
+
+    def _drain_pool(self) -> None:
+        self._pool_woken = False
+        collected = self.port.collect()
+        for position, event in enumerate(collected):
+            if not _overtaken(collected, position):
+                self._step(events.PoolSent(time.monotonic(), event))
+
+    def _agent_sent(self, peer: str, header: Header, message: Message) -> None:
+        try:
+            match message:
+                case AgentHello():
+                    self._agent_joined(peer, message)
+                case Answer() | Headroom():
+                    rank = self._agents.get(peer)
+                    if rank is None or rank != message.rank:
+                        raise RemoteProtocolError(f"{peer} answered as rank {message.rank}")
+                    self._step(events.AgentSent(time.monotonic(), rank, message))
+                case _:
+                    raise RemoteProtocolError(f"unexpected {type(message).__name__}")
+        except ProtocolError as error:
+            self._agent_bad(peer, error)
+
+    def _agent_joined(self, peer: str, hello: AgentHello) -> None:
+        rank = hello.rank
+        if not 0 <= rank < len(self._devices) or self._devices[rank] != hello.device:
+            raise RemoteProtocolError(
+                f"pid {hello.pid} greets as rank {rank} on {hello.device}; "
+                f"the ranks' devices are {', '.join(self._devices)}"
+            )
+        if rank in self._peers:
+            raise RemoteProtocolError(f"pid {hello.pid} greets as rank {rank}, which is here")
+        self._agents[peer] = rank
+        self._peers[rank] = peer
+        self._step(events.AgentJoined(time.monotonic(), hello))
+
+    def _agent_bad(self, peer: str, error: KvAdmitError) -> None:
+        logger.error("agent %s is dropped: %s", peer, error)
+        if self._leases is not None:
+            self._leases.drop(peer)
+        self._agent_lost(peer)
+
+    def _agent_lost(self, peer: str) -> None:
+        if self._router is not None:
+            self._router.forget(peer)
+        rank = self._agents.pop(peer, None)
+        if rank is not None:
+            # The rank stays taken: a worker that lost its agent cannot get another one.
+            self._step(events.AgentLost(time.monotonic(), rank))
+
+    def _arbiter_sent(self, message: Message) -> None:
+        if isinstance(message, Status) or not isinstance(message, _FROM_ARBITER):
+            logger.error("unexpected %s from the arbiter", type(message).__name__)
+            return
+        self._arbiter_trouble = ""
+        self._step(events.ArbiterSent(time.monotonic(), message))
+        if not self._greeted.done():
+            if isinstance(message, Refused):
+                self._greeted.set_exception(CapacityError(message.reason))
+            else:
+                self._greeted.set_result(None)
+
+    def _arbiter_failed(self, error: KvAdmitError) -> None:
+        text = str(error)
+        if text != self._arbiter_trouble:
+            logger.warning("arbiter: %s", text)
+        self._arbiter_trouble = text
+        if isinstance(error, VersionError) and not self._greeted.done():
+            self._greeted.set_exception(UnsupportedError(f"another release is running: {text}"))
+
+    # --- effects ---
+
+    def _carry_out(self, effect: events.Effect) -> None:
+        assert self._timers is not None
+        match effect:
+            case events.SendAgent():
+                peer = self._peers.get(effect.rank)
+                if peer is not None and self._router is not None:
+                    self._router.send(peer, effect.message)
+            case events.SendArbiter():
+                if self._arbiter is not None:
+                    self._arbiter.send(effect.message)
+            case events.ReadHere():
+                self._read_here(effect.device)
+            case events.GivePool():
+                self.port.give(effect.order)
+            case events.Hold():
+                self.port.hold_until_s = effect.until_s
+            case events.StartTimer():
+                self._timers.start(effect.timer, effect.at_s)
+            case events.StopTimer():
+                self._timers.stop(effect.timer)
+            case events.Settle():
+                self._settle(effect.call, effect.error)
+            case events.Observe():
+                self._histograms[effect.name].add(effect.value_s)
+            case events.Note():
+                logger.log(getattr(logging, effect.level.upper()), "%s", effect.text)
+            case events.EngineLost():
+                self._lose_engine(effect.reason)
+
+    def _read_here(self, device: str) -> None:
+        try:
+            free_bytes, total_bytes = self._read_device(device)
+        except KvAdmitError as error:
+            logger.error("%s cannot be read: %s", device, error)
+            return
+        reading = DeviceReading(
+            device=device, free_bytes=free_bytes, total_bytes=total_bytes, sequence=0
+        )
+        # Not from inside another event's effects: those come first.
+        self._call_soon(lambda: self._step(events.ReadingTaken(time.monotonic(), reading)))
+
+    def _read_host_pool(self, device: str) -> tuple[int, int]:
+        pool = HostPool(self._host_pool_path, self.settings.host_pool)
+        try:
+            return pool.free_bytes(), pool.total_bytes
+        finally:
+            pool.close()
+
+    def _settle(self, call: Call, error: str) -> None:
+        future = self._settled[call]
+        if future.done():
+            return
+        if not error:
+            future.set_result(None)
+        elif call == "ready":
+            future.set_exception(PeerTimeoutError("agents", error))
+        else:
+            future.set_exception(CapacityError(error))
+
+    def _lose_engine(self, reason: str) -> None:
+        if self._engine_lost:
+            return
+        self._engine_lost = reason
+        logger.error("the engine cannot serve on: %s", reason)
+        self._fail_calls(PeerLostError("engine", reason))
+        if self._on_engine_lost is not None:
+            self._on_engine_lost(reason)
+
+    def _fail_calls(self, error: KvAdmitError) -> None:
+        for future in (self._greeted, *self._settled.values()):
+            if not future.done():
+                future.set_exception(error)
+
+    # --- looking at it ---
+
+    def _describe(self) -> dict[str, object]:
+        arbiter, router, leases = self._arbiter, self._router, self._leases
+        pid = 0 if arbiter is None else arbiter.arbiter_pid
+        return {
+            "name": self.name,
+            "incarnation": self.incarnation,
+            "pid": os.getpid(),
+            "engine_lost": self._engine_lost,
+            "arbiter": {
+                "pid": pid,
+                "stopped": is_stopped(pid),
+                "trouble": self._arbiter_trouble,
+                "connections": 0 if arbiter is None else arbiter.connections,
+            },
+            "group": self._group.snapshot(),
+            "counters": dict(self._group.counters),
+            "histograms": {name: h.snapshot() for name, h in self._histograms.items()},
+            "channels": {
+                "agents": None if router is None else msgspec.to_builtins(router.counters),
+                "arbiter": None if arbiter is None else msgspec.to_builtins(arbiter.counters),
+                "leases": None if leases is None else msgspec.to_builtins(leases.counters),
+            },
+        }
+
+
+class Histogram:
+    """The newest samples of one figure, for its percentiles."""
+
+    def __init__(self, samples_max: int = 4096) -> None:
+        self._samples: deque[float] = deque(maxlen=samples_max)
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        self._samples.append(value)
+        self.count += 1
+
+    def snapshot(self) -> dict[str, float | int | None]:
+        """Return count, p50 and p99; None where there is no sample."""
+        ordered = sorted(self._samples)
+        if not ordered:
+            return {"count": 0, "p50": None, "p99": None}
+        last = len(ordered) - 1
+        return {
+            "count": self.count,
+            "p50": ordered[round(0.50 * last)],
+            "p99": ordered[round(0.99 * last)],
+        }
+
+
+def _overtaken(collected: list[PoolEvent], position: int) -> bool:
+    """Whether the pool's levels at `position` are followed directly by newer ones."""
+    following = collected[position + 1 : position + 2]
+    return isinstance(collected[position], PoolLevels) and any(
+        isinstance(event, PoolLevels) for event in following
+    )
+
+
+def _take_failure(failed: asyncio.Future[bool], context: Mapping[str, object]) -> None:
+    """Let an exception that escaped a callback end the thread: a broken rule ends loudly."""
+    error = context.get("exception")
+    if not isinstance(error, BaseException):
+        error = LocalProtocolError(str(context.get("message")))
+    if not failed.done():
+        failed.set_exception(error)
+
+
+def end_this_process() -> None:
+    """Ask this process to end (SIGTERM); DEATH_GRACE_S later end it."""
+    logger.error("the front end is gone; this engine ends")
+    killer = threading.Timer(DEATH_GRACE_S, os._exit, (DEATH_EXIT_CODE,))
+    killer.daemon = True
+    killer.start()
+    os.kill(os.getpid(), signal.SIGTERM)
