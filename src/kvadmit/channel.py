@@ -109,7 +109,7 @@ class _Contexts:
                 return
             context, self._context = self._context, None
         if context is not None:
-            context.term()  # bounded: every socket was closed with a bounded linger
+            context.term()  # at once: every socket was closed with linger 0
 
     def _abandon(self) -> None:
         # The child must neither use the parent's context nor end it: its threads are not here.
@@ -230,16 +230,16 @@ class _Socket:
             )
         assert threading.get_ident() == self._thread, "a zmq socket has one owner thread"
 
-    def close(self, flush_s: float = 0.0) -> None:
-        """Close the socket; what libzmq has not written within `flush_s` is lost. Idempotent.
+    def close(self) -> None:
+        """Close the socket at once; what the peer has not got is lost. Idempotent.
 
-        Returns at once, unless it is the process's last channel: then after `flush_s` at most.
+        Whoever needs his last word heard waits, bounded, for the peer to end the lease.
         """
         if self.closed or os.getpid() != self._pid:
             return
         self._check_owner()
         self.closed = True
-        self._socket.close(linger=round(flush_s * 1000))
+        self._socket.close(linger=0)
         _contexts.release()
 
     def _transmit(self, peer: _Peer, prefix: list[bytes], message: Message) -> bool:
@@ -316,10 +316,10 @@ class _AsyncSocket(_Socket):
         self._loop.add_reader(self._descriptor, self._pump)
         self._schedule_pump()
 
-    def close(self, flush_s: float = 0.0) -> None:
+    def close(self) -> None:
         if not self.closed and os.getpid() == self._pid and self._descriptor >= 0:
             self._loop.remove_reader(self._descriptor)
-        super().close(flush_s)
+        super().close()
 
     def _schedule_pump(self) -> None:
         if not self._pump_due:
