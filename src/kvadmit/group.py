@@ -164,6 +164,8 @@ class Group:
                     effects.append(Note("warning", "arbiter lost: serving on, growth waits"))
                 self.link.lost(self.held)
                 self._reported = None
+                # The next arbiter must not take what a device showed long ago for its state.
+                self._readings.clear()
                 effects.extend((StopTimer("hello"), StopTimer("report")))
             case ArbiterSent():
                 self._arbiter_sent(event, effects)

@@ -225,6 +225,11 @@ class SimPool:
             self.instance.enqueue(self.step_number)
         self._post(wanted)
 
+    @property
+    def busy(self) -> bool:
+        """Whether there are requests or blocks still in their hands."""
+        return bool(self.demand or len(self.used) > 1)
+
     def wake(self) -> None:
         """An idle or parked engine applies orders at once."""
         if self.demand == 0:
@@ -394,7 +399,9 @@ class SimInstance:
             return
         if self.group.serving:
             self.pool.run_step()
-        self.world.after(self.world.random.uniform(0.005, 0.02), self._tick)
+        # An idle engine does not step; it only looks whether there is work again.
+        pause_s = self.world.random.uniform(0.005, 0.02) if self.pool.busy else 0.05
+        self.world.after(pause_s, self._tick)
 
     def post(self, event: group_events.PoolSent) -> None:
         """Carry a pool event to the coordinator, as the port does: in order, soon."""
@@ -506,7 +513,13 @@ class World:
 
     def _found(self, instance: SimInstance, link: int) -> None:
         if instance.alive and instance.link == link:
+            self._lose_arbiter(instance)
             instance.feed(group_events.ArbiterFound(self.now_s))
+
+    def _lose_arbiter(self, instance: SimInstance) -> None:
+        """A shell reports the loss of a channel once, and before it reports the next one."""
+        if instance.alive and instance.group.link.phase != "lost":
+            instance.feed(group_events.ArbiterLost(self.now_s))
 
     def to_arbiter(self, instance: SimInstance, link: int, message: ToArbiter) -> None:
         """A message of a closed channel arrives nowhere."""
@@ -600,7 +613,7 @@ class World:
             instance.link += 1
             self.after(
                 self.random.uniform(0.0, 0.01),
-                lambda i=instance: i.feed(group_events.ArbiterLost(self.now_s)),
+                lambda i=instance, n=instance.link: self._lose_arbiter(i) if i.link == n else None,
             )
         self.after(self.random.uniform(0.02, 0.3), self._revive_arbiter)
 
@@ -652,7 +665,39 @@ class World:
         self._revive_arbiter()
         for instance in self.instances:
             instance.pool.demand = min(instance.pool.demand, instance.geometry.floor - 1)
-        self._play(self.now_s + wait_s)
+        self._wait_settled(wait_s)
+        # Then one is busy and all others are idle: what they do not use must all be lent.
+        for lucky in self.instances:
+            for instance in self.instances:
+                instance.pool.demand = 0
+            lucky.pool.demand = self._attainable(lucky) - 1
+            self._wait_settled(wait_s)
+
+    def _attainable(self, instance: SimInstance) -> int:
+        """Extents `instance` can have while every other keeps no more than its floor."""
+        fits = []
+        for name, cost in instance.geometry.extent_bytes.items():
+            floors = sum(
+                i.geometry.floor * i.geometry.extent_bytes.get(name, 0)
+                for i in self.instances
+                if i is not instance
+            )
+            fits.append((self.devices[name].total_bytes - floors) // cost)
+        return min(instance.geometry.cap, *fits)
+
+    def _wait_settled(self, wait_s: float) -> None:
+        deadline_s = self.now_s + wait_s
+        while True:
+            self._play(self.now_s + 1.0)
+            try:
+                self._require_settled()
+            except InvariantViolation:
+                if self.now_s >= deadline_s:
+                    raise
+            else:
+                return
+
+    def _require_settled(self) -> None:
         for instance in self.instances:
             self._require_served(instance)
         assert self.arbiter is not None
