@@ -348,6 +348,7 @@ class ElasticPool(Generic[B]):
         """Most extents that may stay resident; `trim` works towards it."""
         self._evict = evict
         self._resident: set[int] = set()
+        self._pins: dict[int, int] = {}
         self.grow(range(prefix))
 
     @property
@@ -386,7 +387,7 @@ class ElasticPool(Generic[B]):
             return []
         room = max(1, blocks_max // self.extent_blocks)
         count = min(over, room)
-        empty, cache_only = self.queue.empty_extents(), self.queue.cache_only_extents()
+        empty, cache_only = self._movable()
         victims = sorted(empty, reverse=True)[:count]
         if len(victims) < count and cache_only:
             by_age = sorted(cache_only, key=self.queue.last_cached)
@@ -396,13 +397,33 @@ class ElasticPool(Generic[B]):
             self._resident.remove(extent)
         return victims
 
+    def _movable(self) -> tuple[set[int], set[int]]:
+        """Return the empty and the cache-only extents that nobody has pinned."""
+        empty, cache_only = self.queue.empty_extents(), self.queue.cache_only_extents()
+        if self._pins:
+            return empty - self._pins.keys(), cache_only - self._pins.keys()
+        return empty, cache_only
+
+    def pin(self, extent: int) -> None:
+        """Keep `extent` resident, free or not, until as many `unpin` calls.
+
+        For blocks that are free but may still be read, like those that left the attention
+        window of a live request while the worker's table still names them.
+        """
+        self._pins[extent] = self._pins.get(extent, 0) + 1
+
+    def unpin(self, extent: int) -> None:
+        """Undo one `pin`."""
+        left = self._pins[extent] - 1
+        if left:
+            self._pins[extent] = left
+        else:
+            del self._pins[extent]
+
     def levels(self) -> Holdings:
-        """Return what the pool has now."""
-        return Holdings(
-            len(self._resident),
-            len(self.queue.empty_extents()),
-            len(self.queue.cache_only_extents()),
-        )
+        """Return what the pool has now; pinned extents count as used."""
+        empty, cache_only = self._movable()
+        return Holdings(len(self._resident), len(empty), len(cache_only))
 
     def check(self) -> None:
         """Recount everything; raises InvariantViolation."""

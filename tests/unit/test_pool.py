@@ -169,6 +169,18 @@ def test_levels_tell_empty_from_cache_only() -> None:
     assert pool.blocks == 16
 
 
+def test_a_pinned_extent_stays_until_the_last_unpin() -> None:
+    pool, _, _ = make(prefix=3)
+    pool.pin(2)
+    pool.pin(2)
+    assert pool.levels().free == 1
+    assert pool.withdraw(1) == [1]
+    pool.unpin(2)
+    assert pool.withdraw(1) == []
+    pool.unpin(2)
+    assert pool.withdraw(1) == [2]
+
+
 def test_a_reset_of_the_prefix_cache_makes_cached_blocks_uncached() -> None:
     pool, blocks, _ = make(prefix=2)
     pool.queue.popleft_n(7)
