@@ -48,7 +48,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "observe",
     ),
     "shell": ("coordinator", "agent", "arbiter"),
-    "door": ("vllm", "cli", "__main__"),
+    "door": ("vllm", "cli", "doctor", "__main__"),
     "fake": ("testing",),
 }
 """Layer -> modules; a package stands for all modules in it."""

@@ -49,8 +49,8 @@ CAPTURE_WAIT_S = 30.0
 STOP_WAIT_S = 10.0
 EXIT_CODE = 70
 """EX_SOFTWARE of sysexits(3): nobody is left who could use this worker."""
-CHECKING = bool(os.environ.get("KVADMIT_CHECK"))
-"""Let the machine check itself after every event; the integration tests set it."""
+CHECK_VARIABLE = "KVADMIT_CHECK"
+"""Set in the environment: the machine checks itself after every event (the tests do)."""
 
 
 class Agent:
@@ -81,6 +81,7 @@ class Agent:
         self._member = member.Member(
             rank=rank, device=space.device, extents=space.layout.extents, prefix=prefix
         )
+        self._checking = bool(os.environ.get(CHECK_VARIABLE))
         self._timers = PolledTimers()
         self._events: deque[member.Event] = deque()
         self._posted: deque[member.Event] = deque()
@@ -261,7 +262,7 @@ class Agent:
             except RemoteProtocolError:
                 self._events.clear()
                 raise
-            if CHECKING:
+            if self._checking:
                 self._member.check()
             for effect in effects:
                 self._carry_out(effect)

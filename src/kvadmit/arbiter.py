@@ -30,8 +30,8 @@ from kvadmit.timers import LoopTimers
 
 logger = logging.getLogger("kvadmit.arbiter")
 
-CHECKING = bool(os.environ.get("KVADMIT_CHECK"))
-"""Let the machine check itself after every event; the integration tests set it."""
+CHECK_VARIABLE = "KVADMIT_CHECK"
+"""Set in the environment: the machine checks itself after every event (the tests do)."""
 
 
 class Arbiter:
@@ -43,6 +43,7 @@ class Arbiter:
         self.epoch = run.next_epoch(epoch_seen)
         run.sweep()
         self._machine = arbitration.Arbitration(epoch=self.epoch, reclaim_s=reclaim_s)
+        self._checking = bool(os.environ.get(CHECK_VARIABLE))
         incarnation = new_incarnation("arbiter")
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -99,7 +100,7 @@ class Arbiter:
 
     def _step(self, event: arbitration.Event) -> None:
         effects = self._machine.step(event)
-        if CHECKING:
+        if self._checking:
             self._machine.check()
         for effect in effects:
             self._carry_out(effect)

@@ -76,8 +76,8 @@ DEATH_GRACE_S = 5.0
 """After its front end died an engine has this long to end by itself (design: 15 s in all)."""
 DEATH_EXIT_CODE = 71
 HOST_POOL_FILE = "host.pool"
-CHECKING = bool(os.environ.get("KVADMIT_CHECK"))
-"""Let the machine check itself after every event; the integration tests set it."""
+CHECK_VARIABLE = "KVADMIT_CHECK"
+"""Set in the environment: the machine checks itself after every event (the tests do)."""
 
 _FROM_ARBITER = (Welcome, Seen, StartTurn, Allowance, Elect, Resync, Refused)
 
@@ -127,6 +127,7 @@ class Coordinator:
             start_wait_s=settings.start_wait_s,
             idle_decay_s=settings.idle_decay_s,
         )
+        self._checking = bool(os.environ.get(CHECK_VARIABLE))
         self._histograms = {"grow_latency_s": Histogram(), "grant_wait_s": Histogram()}
         self._settled: dict[Call, concurrent.futures.Future[None]] = {
             "start": concurrent.futures.Future(),
@@ -409,7 +410,7 @@ class Coordinator:
 
     def _step(self, event: events.Event) -> None:
         effects = self._group.step(event)
-        if CHECKING:
+        if self._checking:
             self._group.check()
         for effect in effects:
             self._carry_out(effect)

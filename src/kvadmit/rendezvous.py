@@ -16,20 +16,29 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvadmit.channel import AsyncDealer, ChannelCounters
-from kvadmit.errors import KvAdmitError, PeerLostError, PeerTimeoutError
-from kvadmit.lease import LeaseClient
-from kvadmit.messages import Header, Message, ToArbiter
-from kvadmit.rundir import RunDir
+from kvadmit.channel import (
+    AgentPoller,
+    AsyncDealer,
+    BadPeer,
+    BlockingDealer,
+    ChannelCounters,
+    LeaseLost,
+    Received,
+)
+from kvadmit.errors import KvAdmitError, PeerLostError, PeerTimeoutError, RemoteProtocolError
+from kvadmit.lease import LeaseClient, LeaseLine
+from kvadmit.messages import Header, Message, Refused, Status, StatusQuery, ToArbiter
+from kvadmit.rundir import RunDir, new_incarnation
 
 LAUNCH_WAIT_S = 15.0
 """A Python process on a busy host takes seconds to start at worst."""
 PAUSE_S_MIN = 0.02
 PAUSE_S_MAX = 1.0
-FLUSH_S = 0.5
+STATUS_WAIT_S = 5.0
 LOG_BYTES_MAX = 1 << 20
 
 
@@ -94,7 +103,7 @@ class ArbiterChannel:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._closed.wait()
-        self._drop(FLUSH_S)
+        self._drop()
 
     # --- connecting ---
 
@@ -157,11 +166,11 @@ class ArbiterChannel:
         self._drop()
         self._on_lost()
 
-    def _drop(self, flush_s: float = 0.0) -> None:
+    def _drop(self) -> None:
         lease, self._lease = self._lease, None
         dealer, self._dealer = self._dealer, None
         if dealer is not None:
-            dealer.close(flush_s)
+            dealer.close()
         if lease is not None:
             lease.close()
         self._closed.set()
@@ -221,6 +230,39 @@ class ArbiterChannel:
             )
         finally:
             os.close(log)
+
+
+def ask_status(run: RunDir, timeout_s: float = STATUS_WAIT_S) -> dict[str, object]:
+    """Return the snapshot of the arbiter of `run`; for threads without a loop.
+
+    Raises PeerLostError when there is no arbiter, PeerTimeoutError when it does not answer
+    (stopped), VersionError when it is of another release.
+    """
+    epoch = run.epoch()
+    if not epoch:
+        raise PeerLostError("arbiter", f"none has run in {run.path}")
+    incarnation = new_incarnation("status")
+    deadline_s = time.monotonic() + timeout_s
+    with contextlib.ExitStack() as stack:
+        lease = LeaseLine.open(run.arbiter_lease(epoch), incarnation, timeout_s=timeout_s)
+        stack.callback(lease.close)
+        dealer = BlockingDealer(run.arbiter_endpoint(epoch), incarnation, lease.server)
+        stack.callback(dealer.close)
+        poller = AgentPoller(dealer, lease)
+        stack.callback(poller.close)
+        dealer.send(StatusQuery())
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            for ready in poller.wait(left_s):
+                match ready:
+                    case Received(message=Status() as status):
+                        return {**status.snapshot, "pid": lease.server_pid}
+                    case Received(message=Refused() as refused):
+                        raise RemoteProtocolError(refused.reason)
+                    case BadPeer():
+                        raise ready.error
+                    case LeaseLost():
+                        raise PeerLostError("arbiter", "it ended before it answered")
+    raise PeerTimeoutError("arbiter", "give its status", timeout_s)
 
 
 def log_path(run: RunDir) -> Path:

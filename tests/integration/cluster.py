@@ -1,19 +1,29 @@
 """What the integration tests stand on: instances with scripted pools on the host backend.
 
 An `Engine` is one instance: a coordinator, its ranks' agents on real host memory, and a
-pool that does as a script says. In this process all its ranks are threads; as a process of
-its own it is `python -m integration.cluster` (see `engine_process`).
+pool that does as a script says. Its ranks are threads of this process or, where the test
+kills or stops them, processes (`WorkerProcess`); `EngineProcess` is a whole instance as a
+process. Both run `python -m integration.cluster`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from kvadmit.agent import Agent
 from kvadmit.config import Settings
@@ -21,12 +31,17 @@ from kvadmit.coordinator import Coordinator
 from kvadmit.extents import from_runs, to_runs
 from kvadmit.geometry import ExtentPlan
 from kvadmit.port import Ceiling, Limit, PoolLevels, PoolReturned, Resident
+from kvadmit.rundir import ArbiterLock, RunDir
 from kvadmit.vmm import ExtentLayout, Strip
 from kvadmit.vmm_host import GRANULE_BYTES, HostAddressSpace, HostPool
 
-WAIT_S = 20.0
+WAIT_S = 30.0
+"""Bound of every wait; far above what a loaded machine needs."""
 DEVICE = "host"
-HOST_POOL = 64 * GRANULE_BYTES
+POOL_EXTENTS = 64
+HOST_POOL = POOL_EXTENTS * GRANULE_BYTES
+TESTS = Path(__file__).parents[1]
+os.environ["KVADMIT_CHECK"] = "1"
 
 
 class ScriptedPool:
@@ -81,8 +96,10 @@ class ScriptedPool:
     def wait_for(self, condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
         with self.changed:
             if not self.changed.wait_for(condition, wait_s):
-                status = "" if self._coordinator is None else json.dumps(
-                    self._coordinator.status(), indent=1
+                status = (
+                    ""
+                    if self._coordinator is None
+                    else json.dumps(self._coordinator.status(), indent=1)
                 )
                 raise AssertionError(
                     f"not within {wait_s} s: {what}; resident {len(self.resident)}, "
@@ -162,13 +179,23 @@ class Rank:
     def __init__(
         self, runtime: dict[str, object], rank: int, plan: ExtentPlan, **agent: Any
     ) -> None:
-        self.pool = HostPool(str(runtime["host_pool_path"]), int(str(runtime["host_pool"])))
-        self.space = HostAddressSpace(plan.layouts[rank], device=DEVICE, pool=self.pool)
-        prefix = range(plan.prefix)
-        for result in (self.space.prepare(prefix), self.space.commit(prefix)):
-            if result.error is not None:
-                raise result.error
-        self.agent = Agent(runtime, rank=rank, space=self.space, prefix=plan.prefix, **agent)
+        wrap = agent.pop("wrap", lambda space: space)
+        with contextlib.ExitStack() as undo:
+            self.pool = HostPool(str(runtime["host_pool_path"]), int(str(runtime["host_pool"])))
+            undo.callback(self.pool.close)
+            self.space = HostAddressSpace(plan.layouts[rank], device=DEVICE, pool=self.pool)
+            undo.callback(self.space.close)
+            prefix = range(plan.prefix)
+            for result in (self.space.prepare(prefix), self.space.commit(prefix)):
+                if result.error is not None:
+                    raise result.error
+            space = wrap(self.space)
+            self.agent = Agent(runtime, rank=rank, space=space, prefix=plan.prefix, **agent)
+            self.agent.start()
+            undo.pop_all()
+
+    def publish(self, step: int) -> None:
+        self.agent.publish_enqueued(step)
 
     def close(self) -> None:
         self.agent.stop()
@@ -177,7 +204,7 @@ class Rank:
 
 
 class Engine:
-    """One instance with all its ranks as threads of this process."""
+    """One instance. `agent`: more arguments for every agent; `processes`: ranks are such."""
 
     def __init__(
         self,
@@ -187,6 +214,7 @@ class Engine:
         ranks: int = 1,
         plan: ExtentPlan | None = None,
         agent: dict[str, Any] | None = None,
+        processes: bool = False,
         **settings: Any,
     ) -> None:
         self.name = name
@@ -194,13 +222,16 @@ class Engine:
         self.pool = ScriptedPool()
         self.lost = threading.Event()
         self.lost_reason = ""
-        self.ranks: list[Rank] = []
+        self.ranks: list[Any] = []
         self._agent = agent or {}
+        self._processes = processes
+        ranks = len(self.plan.layouts)
+        checked = make_settings(run_dir, **settings)
         self.coordinator = Coordinator(
-            make_settings(run_dir, **settings),
+            checked,
             ranks=ranks,
             devices=[DEVICE] * ranks,
-            device_total_bytes={DEVICE: HOST_POOL},
+            device_total_bytes={DEVICE: checked.host_pool},
             name=name,
             wake=self.pool.wake,
             on_engine_lost=self._on_lost,
@@ -210,15 +241,17 @@ class Engine:
         self.lost_reason = reason
         self.lost.set()
 
-    def start(self, start_bytes: dict[str, int] | None = None) -> Engine:
+    def greet(self) -> None:
+        """Take the first steps of a start: everything before the ranks."""
+        self.coordinator.start()
+        self.coordinator.request_start({})
+        self.coordinator.set_geometry(self.plan)
+
+    def start(self) -> Engine:
         try:
-            self.coordinator.start()
-            self.coordinator.request_start(start_bytes or {})
-            self.coordinator.set_geometry(self.plan)
+            self.greet()
             for rank in range(len(self.plan.layouts)):
-                self.ranks.append(Rank(self.coordinator.runtime, rank, self.plan, **self._agent))
-                self.ranks[-1].agent.start()
-            self.pool.on_step = self._publish
+                self.add_rank(rank)
             self.coordinator.wait_ready()
             self.pool.start(self.coordinator, self.plan.prefix)
         except BaseException:
@@ -226,9 +259,14 @@ class Engine:
             raise
         return self
 
+    def add_rank(self, rank: int) -> None:
+        make = WorkerProcess if self._processes else Rank
+        self.ranks.append(make(self.coordinator.runtime, rank, self.plan, **self._agent))
+        self.pool.on_step = self._publish
+
     def _publish(self, step: int) -> None:
         for rank in self.ranks:
-            rank.agent.publish_enqueued(step)
+            rank.publish(step)
 
     def stop(self) -> None:
         self.pool.stop()
@@ -247,15 +285,17 @@ class Engine:
     def held(self) -> int:
         return int(self.group["held"])
 
-    def wait_status(
-        self, condition: Callable[[dict[str, Any]], bool], what: str, wait_s: float = WAIT_S
-    ) -> None:
-        """Wait until the coordinator's status fits; it signals nothing, so it is asked."""
-        wait_until(lambda: condition(dict(self.coordinator.status())), what, wait_s)
+    @property
+    def counters(self) -> dict[str, int]:
+        return dict(self.group["counters"])
+
+    def wait_held(self, extents: int, wait_s: float = WAIT_S) -> None:
+        """Wait until exactly `extents` are held."""
+        wait_until(lambda: self.held == extents, f"{self.name} holds {extents}", wait_s)
 
 
 def wait_until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
-    """Wait, bounded, for a state of another process that no event of ours announces."""
+    """Wait, bounded, for a state of another thread or process that no event announces."""
     deadline = time.monotonic() + wait_s
     while not condition():
         if time.monotonic() > deadline:
@@ -271,3 +311,164 @@ def running(*engines: Engine) -> Iterator[None]:
             stack.callback(engine.stop)
             engine.start()
         yield
+
+
+@contextlib.contextmanager
+def run_directory() -> Iterator[Path]:
+    """Make a run directory with a short path; end its arbiter and remove it afterwards."""
+    directory = Path(tempfile.mkdtemp(prefix="kva-"))
+    path = directory / "run"
+    try:
+        yield path
+        if path.exists():
+            end_arbiter(path)
+    finally:
+        shutil.rmtree(directory)
+
+
+def arbiter_pid(run_dir: Path) -> int:
+    """Return the arbiter's pid; 0 if none holds the lock."""
+    lock = ArbiterLock(RunDir.open(str(run_dir)))
+    if lock.try_acquire():
+        lock.release()
+        return 0
+    return lock.holder()
+
+
+def end_arbiter(run_dir: Path) -> None:
+    """End the arbiter, if any, and wait until it is gone."""
+    pid = arbiter_pid(run_dir)
+    if not pid:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+            assert wait_ended(descriptor), f"arbiter {pid} does not end"
+        finally:
+            os.close(descriptor)
+
+
+def wait_ended(descriptor: int, wait_s: float = WAIT_S) -> bool:
+    """Wait for the end of the process behind a pidfd, child or not."""
+    return bool(select.select([descriptor], [], [], wait_s)[0])
+
+
+# --- instances and ranks as processes ----------------------------------------------------------
+
+
+class _Process:
+    """A child that takes lines of JSON and answers each with one."""
+
+    def __init__(self, role: str, first: dict[str, Any]) -> None:
+        paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "integration.cluster", role],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        self.first = self.ask(first)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def tell(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.tell(message)
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], WAIT_S)[0], f"no answer to {message}"
+        line = self.process.stdout.readline()
+        assert line, f"{self.process.args!r} ended"
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return dict(answer)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(WAIT_S)
+
+    def close(self) -> None:
+        """Let the child end by itself; idempotent."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        try:
+            self.process.wait(WAIT_S)
+        finally:
+            self.process.kill()
+            self.process.wait(WAIT_S)
+
+
+class WorkerProcess(_Process):
+    """One rank as a process."""
+
+    def __init__(self, runtime: dict[str, object], rank: int, plan: ExtentPlan) -> None:
+        plan_json = msgspec.to_builtins(plan)
+        super().__init__("worker", {"runtime": runtime, "rank": rank, "plan": plan_json})
+
+    def publish(self, step: int) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it was killed; the test knows
+            self.tell({"step": step})
+
+
+class EngineProcess(_Process):
+    """A whole instance, ranks included, as a process of its own."""
+
+    def __init__(self, run_dir: Path | str, name: str, **more: Any) -> None:
+        plan = msgspec.to_builtins(more.pop("plan", None) or make_plan())
+        first = {"run_dir": str(run_dir), "name": name, "plan": plan, "settings": more}
+        super().__init__("engine", first)
+
+    def use(self, extents: int, *, cached: int = 0) -> None:
+        self.ask({"use": extents, "cached": cached})
+
+    def wait_resident(self, extents: int) -> None:
+        self.ask({"wait_resident": extents})
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return self.ask({"status": True})
+
+
+def _answer(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)  # noqa: T201
+
+
+def _serve_worker() -> None:
+    first = json.loads(sys.stdin.readline())
+    plan = msgspec.convert(first["plan"], ExtentPlan)
+    rank = Rank(first["runtime"], first["rank"], plan)
+    _answer({"pid": os.getpid()})
+    for line in sys.stdin:
+        rank.publish(json.loads(line)["step"])
+    rank.close()
+
+
+def _serve_engine() -> None:
+    first = json.loads(sys.stdin.readline())
+    plan = msgspec.convert(first["plan"], ExtentPlan)
+    engine = Engine(first["run_dir"], first["name"], plan=plan, **first["settings"])
+    engine.start()
+    _answer({"runtime": engine.coordinator.runtime})
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            if "use" in order:
+                engine.pool.use(order["use"], cached=order["cached"])
+            if "wait_resident" in order:
+                engine.pool.wait_resident(order["wait_resident"])
+            _answer(engine.coordinator.status() if "status" in order else {})
+        except AssertionError as error:
+            _answer({"error": str(error)})
+    engine.stop()
+
+
+if __name__ == "__main__":
+    {"worker": _serve_worker, "engine": _serve_engine}[sys.argv[1]]()

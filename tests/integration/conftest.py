@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import uvloop
+
+from integration.cluster import run_directory
 
 
 def pytest_asyncio_loop_factories(
@@ -21,3 +24,10 @@ def _loop_library_is_set_up() -> None:
     loop = uvloop.new_event_loop()
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """Name a run directory that does not exist yet; its arbiter ends with the test."""
+    with run_directory() as path:
+        yield path

