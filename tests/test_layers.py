@@ -40,6 +40,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "vmm_host",
         "host_pool",
         "channel",
+        "outbox",
         "lease",
         "rundir",
         "rendezvous",

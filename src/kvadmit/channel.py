@@ -24,7 +24,6 @@ import asyncio
 import math
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,19 +41,12 @@ from kvadmit.lease import LeaseLine
 from kvadmit.messages import (
     FRAME_BYTES_MAX,
     PROTOCOL_VERSION,
-    Allowance,
     Header,
     Message,
-    Report,
     decode,
     encode,
 )
-
-LEVELS: tuple[type, ...] = (Report, Allowance)
-"""Absolute levels: a newer one of the type makes a queued one worthless (design section 4)."""
-
-QUEUE_MESSAGES_MAX = 1024
-"""Messages kept for a peer that does not read. An instance has some tens under way at most."""
+from kvadmit.outbox import ChannelCounters, Outbox, Peer
 
 HIGH_WATER_MARK = 64
 """Messages in libzmq's own pipe, each way. Small, so that levels wait where they are replaced."""
@@ -63,23 +55,6 @@ RECEIVE_BATCH = 64
 """Messages handled before the loop may do something else."""
 
 BACKLOG = 256
-
-
-class ChannelCounters(msgspec.Struct):
-    """What went through a socket and what did not. Written by its owner thread only."""
-
-    sent: int = 0
-    received: int = 0
-    queued: int = 0
-    levels_replaced: int = 0
-    queue_full: int = 0
-    unreachable: int = 0
-    sequence_gaps: int = 0
-    sequence_repeats: int = 0
-    bad_messages: int = 0
-    version_errors: int = 0
-    without_lease: int = 0
-    from_dropped: int = 0
 
 
 # --- contexts ------------------------------------------------------------------------------
@@ -122,59 +97,6 @@ class _Contexts:
 
 
 _contexts = _Contexts()
-
-
-# --- one peer ------------------------------------------------------------------------------
-
-
-class Outbox:
-    """Messages a peer has not taken yet, oldest first; of each level only the newest.
-
-    A newer level takes its place at the *end*: everything sent before it still arrives first.
-    """
-
-    def __init__(self, messages_max: int = QUEUE_MESSAGES_MAX) -> None:
-        self.messages_max = messages_max
-        self.replaced = 0
-        self._messages: OrderedDict[object, Message] = OrderedDict()
-        self._number = 0
-
-    def __len__(self) -> int:
-        return len(self._messages)
-
-    def put(self, message: Message) -> bool:
-        """Queue `message`. False, and nothing changed, if the queue is full."""
-        key: object
-        if isinstance(message, LEVELS):
-            key = type(message)
-            if self._messages.pop(key, None) is not None:
-                self.replaced += 1
-        else:
-            self._number += 1
-            key = self._number
-        if len(self._messages) >= self.messages_max:
-            return False
-        self._messages[key] = message
-        return True
-
-    def first(self) -> Message:
-        return next(iter(self._messages.values()))
-
-    def remove_first(self) -> None:
-        self._messages.popitem(last=False)
-
-
-class _Peer:
-    """Both directions of one peer: the queue, the counters of its sequence, its fall."""
-
-    __slots__ = ("dropped", "name", "outbox", "sequence_in", "sequence_out")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.outbox = Outbox()
-        self.sequence_in = 0
-        self.sequence_out = 0
-        self.dropped = False
 
 
 # --- what all sockets share -----------------------------------------------------------------
@@ -242,7 +164,7 @@ class _Socket:
         self._socket.close(linger=0)
         _contexts.release()
 
-    def _transmit(self, peer: _Peer, prefix: list[bytes], message: Message) -> bool:
+    def _transmit(self, peer: Peer, prefix: list[bytes], message: Message) -> bool:
         """Hand one message to libzmq. False: no room now. Raises LocalProtocolError, ZMQError."""
         header = Header(PROTOCOL_VERSION, self.incarnation, peer.sequence_out + 1)
         try:
@@ -261,7 +183,7 @@ class _Socket:
             )
         return frames
 
-    def _queue(self, peer: _Peer, message: Message) -> bool:
+    def _queue(self, peer: Peer, message: Message) -> bool:
         # Refuse one that is too large to its sender, not later to whoever empties the queue.
         self._encode(Header(PROTOCOL_VERSION, self.incarnation, 0), message)
         before = peer.outbox.replaced
@@ -273,7 +195,7 @@ class _Socket:
             self.counters.queue_full += 1
         return accepted
 
-    def _accept(self, peer: _Peer, frames: list[bytes]) -> tuple[Header, Message]:
+    def _accept(self, peer: Peer, frames: list[bytes]) -> tuple[Header, Message]:
         """Parse and account one message. Raises ProtocolError; the peer is then dropped."""
         try:
             header, message = decode(frames)
@@ -356,7 +278,7 @@ class _AsyncSocket(_Socket):
     def _flush(self) -> None:
         raise NotImplementedError
 
-    def _deliver(self, peer: _Peer, frames: list[bytes]) -> None:
+    def _deliver(self, peer: Peer, frames: list[bytes]) -> None:
         if peer.dropped:
             self.counters.from_dropped += 1
             return
@@ -387,8 +309,8 @@ class AsyncRouter(_AsyncSocket):
         has_lease: Callable[[str], bool],
     ) -> None:
         self._has_lease = has_lease
-        self._peers: dict[str, _Peer] = {}
-        self._waiting: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
+        self._waiting: dict[str, Peer] = {}
         super().__init__(zmq.ROUTER, endpoint, incarnation, on_message, on_bad)
 
     def send(self, peer: str, message: Message) -> bool:
@@ -433,7 +355,7 @@ class AsyncRouter(_AsyncSocket):
             return
         peer = self._peers.get(name)
         if peer is None:
-            peer = self._peers[name] = _Peer(name)
+            peer = self._peers[name] = Peer(name)
         self._deliver(peer, frames)
 
     def _flush(self) -> None:
@@ -464,7 +386,7 @@ class AsyncDealer(_AsyncSocket):
         on_message: OnMessage,
         on_bad: OnBad,
     ) -> None:
-        self._peer = _Peer(server)
+        self._peer = Peer(server)
         super().__init__(zmq.DEALER, endpoint, incarnation, on_message, on_bad)
 
     def send(self, message: Message) -> bool:
@@ -486,7 +408,7 @@ class AsyncDealer(_AsyncSocket):
         _flush_dealer(self, self._peer)
 
 
-def _flush_dealer(dealer: AsyncDealer | BlockingDealer, peer: _Peer) -> None:
+def _flush_dealer(dealer: AsyncDealer | BlockingDealer, peer: Peer) -> None:
     while peer.outbox and dealer._transmit(peer, [], peer.outbox.first()):
         peer.outbox.remove_first()
 
@@ -498,7 +420,7 @@ class BlockingDealer(_Socket):
     """Talk to one router from a thread without a loop; wait for it with an `AgentPoller`."""
 
     def __init__(self, endpoint: str, incarnation: str, server: str) -> None:
-        self._peer = _Peer(server)
+        self._peer = Peer(server)
         super().__init__(zmq.DEALER, endpoint, incarnation)
 
     def send(self, message: Message) -> bool:

@@ -22,7 +22,7 @@ import pytest
 import pytest_asyncio
 import zmq
 
-from kvadmit import channel
+from kvadmit import channel, outbox
 from kvadmit.channel import (
     AgentPoller,
     AsyncDealer,
@@ -285,7 +285,7 @@ async def test_queue_of_orders_is_bounded(server: Server, processes: list[Proces
     while server.router.send(peer, grant(taken + 1)):
         taken += 1
         assert taken < 100_000
-    assert server.router.backlog(peer) == channel.QUEUE_MESSAGES_MAX
+    assert server.router.backlog(peer) == outbox.QUEUE_MESSAGES_MAX
     assert server.router.counters.queue_full == 1
     os.kill(processes[0].pid, signal.SIGCONT)
     await server.until(lambda: len(server.messages) == 1 + taken)
