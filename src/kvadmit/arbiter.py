@@ -30,6 +30,7 @@ from kvadmit.timers import LoopTimers
 
 logger = logging.getLogger("kvadmit.arbiter")
 
+REFUSED_WAIT_S = 1.0
 CHECK_VARIABLE = "KVADMIT_CHECK"
 """Set in the environment: the machine checks itself after every event (the tests do)."""
 
@@ -44,6 +45,7 @@ class Arbiter:
         run.sweep()
         self._machine = arbitration.Arbitration(epoch=self.epoch, reclaim_s=reclaim_s)
         self._checking = bool(os.environ.get(CHECK_VARIABLE))
+        self._refused: set[str] = set()
         incarnation = new_incarnation("arbiter")
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -79,9 +81,13 @@ class Arbiter:
             self._timers.close()
             self._router.close()
             self._leases.close()
+            with contextlib.suppress(FileNotFoundError):  # libzmq leaves its socket's name behind
+                os.unlink(self._router.endpoint.removeprefix("ipc://"))
             logger.info("epoch %d ends", self.epoch)
 
     def _receive(self, peer: str, header: Header, message: Message) -> None:
+        if peer in self._refused:
+            return
         if not isinstance(message, Hello | Report | Bye | StatusQuery):
             kind = type(message).__name__
             self._refuse(peer, RemoteProtocolError(f"the arbiter takes no {kind}"))
@@ -89,12 +95,23 @@ class Arbiter:
         self._step(arbitration.PeerSent(time.monotonic(), peer, message))
 
     def _refuse(self, peer: str, error: KvAdmitError) -> None:
+        """Part with a peer that broke the contract, and say why.
+
+        Its lease line stays for REFUSED_WAIT_S, as its end could overtake the reason.
+        """
         logger.error("%s is dropped: %s", peer, error)
+        self._refused.add(peer)
         self._router.send(peer, Refused(reason=str(error), code=error.code))
+        self._step(arbitration.PeerLost(time.monotonic(), peer))
+        self._loop.call_later(REFUSED_WAIT_S, self._drop, peer)
+
+    def _drop(self, peer: str) -> None:
+        self._refused.discard(peer)
         self._leases.drop(peer)
-        self._lose(peer)
+        self._router.forget(peer)
 
     def _lose(self, peer: str) -> None:
+        self._refused.discard(peer)
         self._router.forget(peer)
         self._step(arbitration.PeerLost(time.monotonic(), peer))
 
@@ -110,8 +127,7 @@ class Arbiter:
             case arbitration.Send():
                 self._router.send(effect.peer, effect.message)
             case arbitration.Drop():
-                self._leases.drop(effect.peer)
-                self._router.forget(effect.peer)
+                self._drop(effect.peer)
             case arbitration.StartTimer():
                 self._timers.start(effect.timer, effect.at_s)
             case arbitration.StopTimer():

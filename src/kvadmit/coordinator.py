@@ -472,7 +472,9 @@ class Coordinator:
         self._step(events.ArbiterSent(time.monotonic(), message))
         if not self._greeted.done():
             if isinstance(message, Refused):
-                self._greeted.set_exception(CapacityError(message.reason))
+                expected = message.code == CapacityError.code
+                refusal = CapacityError if expected else UnsupportedError
+                self._greeted.set_exception(refusal(message.reason))
             else:
                 self._greeted.set_result(None)
 

@@ -361,12 +361,11 @@ class _Process:
     """A child that takes lines of JSON and answers each with one."""
 
     def __init__(self, role: str, first: dict[str, Any]) -> None:
-        paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "integration.cluster", role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env=child_environment(),
         )
         self.first = self.ask(first)
 
@@ -419,12 +418,12 @@ class WorkerProcess(_Process):
 
 
 class EngineProcess(_Process):
-    """A whole instance, ranks included, as a process of its own."""
+    """A whole instance as a process; `without_ranks`: it only waits for them."""
 
-    def __init__(self, run_dir: Path | str, name: str, **more: Any) -> None:
-        plan = msgspec.to_builtins(more.pop("plan", None) or make_plan())
-        first = {"run_dir": str(run_dir), "name": name, "plan": plan, "settings": more}
-        super().__init__("engine", first)
+    def __init__(
+        self, run_dir: Path | str, name: str, *, without_ranks: bool = False, **settings: Any
+    ) -> None:
+        super().__init__("engine", engine_order(run_dir, name, settings, without_ranks))
 
     def use(self, extents: int, *, cached: int = 0) -> None:
         self.ask({"use": extents, "cached": cached})
@@ -435,6 +434,28 @@ class EngineProcess(_Process):
     @property
     def status(self) -> dict[str, Any]:
         return self.ask({"status": True})
+
+
+def engine_order(
+    run_dir: Path | str,
+    name: str,
+    settings: dict[str, Any] | None = None,
+    without_ranks: bool = False,
+) -> dict[str, Any]:
+    """Return the first line that `python -m integration.cluster engine` reads."""
+    return {
+        "run_dir": str(run_dir),
+        "name": name,
+        "plan": msgspec.to_builtins(make_plan()),
+        "settings": settings or {},
+        "without_ranks": without_ranks,
+    }
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment in which `python -m integration.cluster` finds everything."""
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _answer(answer: dict[str, Any]) -> None:
@@ -455,8 +476,17 @@ def _serve_engine() -> None:
     first = json.loads(sys.stdin.readline())
     plan = msgspec.convert(first["plan"], ExtentPlan)
     engine = Engine(first["run_dir"], first["name"], plan=plan, **first["settings"])
-    engine.start()
+    if first.get("deaf"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if first.get("without_ranks"):
+        engine.greet()
+    else:
+        engine.start()
+    if first.get("watch_parent"):
+        engine.coordinator.watch_parent(os.getppid())
     _answer({"runtime": engine.coordinator.runtime})
+    if first.get("deaf"):
+        signal.pause()  # also to the end of its input
     for line in sys.stdin:
         order = json.loads(line)
         try:

@@ -1,0 +1,227 @@
+"""The arbiter as the process that it is: lock, epoch, life span, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.cluster import (
+    HOST_POOL,
+    WAIT_S,
+    Engine,
+    arbiter_pid,
+    running,
+    wait_ended,
+    wait_until,
+)
+from kvadmit import cli
+from kvadmit.arbitration import LINGER_S
+from kvadmit.channel import AgentPoller, BadPeer, BlockingDealer, LeaseLost, Ready, Received
+from kvadmit.errors import PeerLostError, PeerTimeoutError
+from kvadmit.lease import LeaseLine
+from kvadmit.messages import DeviceReading, Headroom, Hello, Message, Refused, StatusQuery, Welcome
+from kvadmit.processes import is_stopped
+from kvadmit.rendezvous import ask_status, log_path
+from kvadmit.rundir import RunDir, new_incarnation
+
+
+@contextmanager
+def arbiter(run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run an arbiter as a child; yields once it is bound or has given way."""
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "kvadmit.arbiter",
+            f"--run-dir={run_dir}",
+            f"--ready-fd={write}",
+            "--foreground",
+        ],
+        pass_fds=(write,),
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(write)
+    try:
+        assert select.select([read], [], [], WAIT_S)[0]
+        yield process
+    finally:
+        os.close(read)
+        process.kill()
+        process.wait()
+
+
+class Peer:
+    """A raw peer of the arbiter."""
+
+    def __init__(self, run: RunDir, *, lease: bool = True) -> None:
+        self.name = new_incarnation("peer")
+        self.lease = LeaseLine.open(run.arbiter_lease(run.epoch()), self.name)
+        name = self.name if lease else new_incarnation("stranger")
+        self.dealer = BlockingDealer(run.arbiter_endpoint(run.epoch()), name, self.lease.server)
+        self.poller = AgentPoller(self.dealer, self.lease)
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.poller.close()
+        self.dealer.close()
+        self.lease.close()
+
+    def ask(self, message: Message, wait_s: float = WAIT_S) -> list[Ready]:
+        self.dealer.send(message)
+        return self.poller.wait(wait_s)
+
+
+def messages(ready: list[Ready]) -> list[Message]:
+    return [found.message for found in ready if isinstance(found, Received)]
+
+
+def hello(name: str, **more: Any) -> Hello:
+    figures: dict[str, Any] = {"devices": {"host": HOST_POOL}, "start_bytes": {}}
+    return Hello(revision=1, name=name, pid=os.getpid(), **(figures | more))
+
+
+def test_at_most_one_and_the_second_gives_way_quietly(run_dir: Path) -> None:
+    with arbiter(run_dir) as first:
+        assert arbiter_pid(run_dir) == first.pid
+        with arbiter(run_dir) as second:
+            assert second.wait(WAIT_S) == 0
+        assert first.poll() is None
+        assert RunDir.open(str(run_dir)).epoch() == 1
+
+
+def test_it_ends_when_nobody_comes(run_dir: Path) -> None:
+    with arbiter(run_dir) as process:
+        assert process.wait(LINGER_S + WAIT_S) == 0
+    left = {path.name.partition(".")[2] for path in run_dir.iterdir()}
+    assert left == {"lock", "epoch"}
+
+
+def test_it_ends_after_the_last_member_and_is_nobodys_child(run_dir: Path) -> None:
+    engine = Engine(run_dir, "alpha")
+    with running(engine):
+        pid = arbiter_pid(run_dir)
+        descriptor = os.pidfd_open(pid)
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        assert str(pid) not in children
+    try:
+        assert wait_ended(descriptor, LINGER_S + WAIT_S)
+    finally:
+        os.close(descriptor)
+    assert not list(run_dir.glob("*.peers"))
+    assert not list(run_dir.glob("*.lease"))
+
+
+def test_another_one_serves_at_once_after_it_was_ended(run_dir: Path) -> None:
+    engine = Engine(run_dir, "alpha")
+    with running(engine):
+        first = arbiter_pid(run_dir)
+        os.kill(first, signal.SIGTERM)
+        wait_until(lambda: engine.group["link"]["epoch"] == 2, "a second epoch")
+        assert arbiter_pid(run_dir) not in (0, first)
+        engine.pool.use(5)
+        engine.pool.wait_resident(5)
+
+
+def test_status_is_for_any_tool_with_a_lease(run_dir: Path) -> None:
+    run = RunDir.open(str(run_dir))
+    with pytest.raises(PeerLostError, match="none has run"):
+        ask_status(run)
+    engine = Engine(run_dir, "alpha")
+    with running(engine):
+        snapshot: Any = ask_status(run)
+        assert snapshot["pid"] == arbiter_pid(run_dir)
+        assert set(snapshot["instances"]) == {"alpha"}
+        assert snapshot["devices"]["host"]["total_bytes"] == HOST_POOL
+        pid = arbiter_pid(run_dir)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(PeerTimeoutError):
+                ask_status(run, 0.3)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert "alpha" in log_path(run).read_text()
+
+
+def test_a_peer_without_a_lease_gets_nothing(run_dir: Path) -> None:
+    with arbiter(run_dir):
+        run = RunDir.open(str(run_dir))
+        with Peer(run, lease=False) as stranger, Peer(run) as member:
+            assert stranger.ask(hello("stranger"), 0.2) == []
+            # The one with a lease is answered, after the other's message was read.
+            assert any(isinstance(m, Welcome) for m in messages(member.ask(hello("member"))))
+            instances: Any = ask_status(run)["instances"]
+            assert set(instances) == {"member"}
+
+
+def test_who_breaks_the_contract_is_told_and_dropped(run_dir: Path) -> None:
+    reading = DeviceReading(device="host", free_bytes=0, total_bytes=0, sequence=1)
+    with arbiter(run_dir):
+        run = RunDir.open(str(run_dir))
+        with Peer(run) as peer:
+            ready = peer.ask(Headroom(rank=0, reading=reading))
+            while not any(isinstance(found, LeaseLost) for found in ready):
+                more = peer.poller.wait(WAIT_S)
+                assert more, "the arbiter closes the lease line"
+                ready += more
+            (refused,) = messages(ready)
+            assert isinstance(refused, Refused)
+            assert refused.code == "protocol.remote"
+            assert "Headroom" in refused.reason
+            assert not any(isinstance(found, BadPeer) for found in ready)
+        with Peer(run) as good:
+            assert messages(good.ask(StatusQuery()))
+
+
+def test_a_deleted_run_directory_disturbs_nobody(run_dir: Path) -> None:
+    engine = Engine(run_dir, "alpha")
+    with running(engine):
+        pid = arbiter_pid(run_dir)
+        for path in run_dir.iterdir():
+            path.unlink()
+        run_dir.rmdir()
+        engine.pool.use(9)
+        engine.pool.wait_resident(9)
+        # The lock is not a file alone: no second arbiter beside the first.
+        with arbiter(run_dir) as second:
+            assert second.wait(WAIT_S) == 0
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: engine.group["link"]["phase"] == "joined", "joined anew")
+        wait_until(lambda: engine.group["link"]["epoch"] == 2, "above the epoch it knew")
+        engine.pool.use(12)
+        engine.pool.wait_resident(12)
+
+
+def test_the_operators_commands_on_a_running_host(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = Engine(run_dir, "alpha")
+    with running(engine):
+        assert cli.main(["status", "--run-dir", str(run_dir)]) == 0
+        assert "alpha" in capsys.readouterr().out
+        cli.main(["doctor", "--run-dir", str(run_dir)])
+        text = capsys.readouterr().out
+        assert f"ok    arbiter: pid {arbiter_pid(run_dir)}, epoch 1, 1 instances" in text
+        assert "ok    files: none left" in text
+        pid = arbiter_pid(run_dir)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: is_stopped(pid), "stopped")
+            assert cli.main(["doctor", "--run-dir", str(run_dir)]) == 1
+            assert f"fail  arbiter: pid {pid} is stopped" in capsys.readouterr().out
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    (run_dir / "i-0123456789abcdef.own").touch()
+    cli.main(["doctor", "--run-dir", str(run_dir)])
+    assert "left by 1 dead instances" in capsys.readouterr().out

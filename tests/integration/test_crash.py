@@ -1,0 +1,180 @@
+"""What survivors see when a process is killed or frozen in the middle of things."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.cluster import (
+    POOL_EXTENTS,
+    WAIT_S,
+    Engine,
+    EngineProcess,
+    WorkerProcess,
+    arbiter_pid,
+    child_environment,
+    engine_order,
+    make_plan,
+    running,
+    wait_ended,
+    wait_until,
+)
+from integration.test_two_instances import books, wait_books_equal
+from kvadmit.agent import EXIT_CODE
+from kvadmit.processes import is_stopped
+
+
+@contextmanager
+def closing(process: EngineProcess) -> Iterator[EngineProcess]:
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def test_a_killed_instance_leaves_its_memory_to_the_other(run_dir: Path) -> None:
+    alpha = Engine(run_dir, "alpha")
+    with running(alpha), closing(EngineProcess(run_dir, "beta")) as beta:
+        beta.use(POOL_EXTENTS - 8)
+        beta.wait_resident(POOL_EXTENTS - 8)
+        alpha.pool.use(POOL_EXTENTS - 2)  # waits: beta is busy
+        wait_until(lambda: books(run_dir)["waiting"] != [], "alpha waits at the arbiter")
+        assert alpha.held < 16
+        beta.kill()
+        alpha.pool.wait_resident(POOL_EXTENTS - 2)
+        left = list(run_dir.glob("i-*.own"))
+        assert len(left) == 2
+        alpha.pool.rest()
+        # A newcomer finds memory, and its start sweeps what the dead one left.
+        gamma = Engine(run_dir, "gamma")
+        with running(gamma):
+            gamma.pool.use(POOL_EXTENTS // 2)
+            gamma.pool.wait_resident(POOL_EXTENTS // 2)
+            assert len(list(run_dir.glob("i-*.own"))) == 2
+            wait_books_equal(run_dir, alpha, gamma)
+    assert not list(run_dir.glob("i-*"))
+
+
+def test_a_killed_arbiter_is_replaced_and_the_books_are_exact(run_dir: Path) -> None:
+    alpha, beta = Engine(run_dir, "alpha"), Engine(run_dir, "beta")
+    with running(alpha, beta):
+        for round_, (busy, idle) in enumerate(((alpha, beta), (beta, alpha), (alpha, beta))):
+            busy.pool.use(POOL_EXTENTS - 8)
+            os.kill(arbiter_pid(run_dir), signal.SIGKILL)  # while the growth is under way
+            killed_s = time.monotonic()
+            busy.pool.wait_resident(POOL_EXTENTS - 8)
+            for engine in (alpha, beta):
+                wait_until(
+                    lambda e=engine, n=round_: e.group["link"]["epoch"] == n + 2,  # type: ignore[misc]
+                    f"{engine.name} has joined epoch {round_ + 2}",
+                )
+            assert time.monotonic() - killed_s < WAIT_S
+            wait_books_equal(run_dir, alpha, beta)
+            assert idle.held <= 8
+            busy.pool.rest()
+        for engine in (alpha, beta):
+            assert not engine.lost.is_set()
+            engine.wait_held(1)
+
+
+def test_a_frozen_worker_pauses_its_own_group_only(run_dir: Path) -> None:
+    alpha = Engine(run_dir, "alpha", ranks=2, processes=True)
+    beta = Engine(run_dir, "beta")
+    with running(alpha, beta):
+        alpha.pool.use(4)
+        alpha.pool.wait_resident(4)
+        frozen: WorkerProcess = alpha.ranks[1]
+        os.kill(frozen.pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: is_stopped(frozen.pid), "frozen")
+            alpha.pool.use(8)
+            wait_until(lambda: _waiting_ranks(alpha) == [1], "rank 1 is waited for, and named")
+            beta.pool.use(POOL_EXTENTS // 2)
+            beta.pool.wait_resident(POOL_EXTENTS // 2)
+            assert not alpha.lost.is_set()
+        finally:
+            os.kill(frozen.pid, signal.SIGCONT)
+        alpha.pool.wait_resident(8)
+        assert alpha.counters["allocation_misses"] == 0
+
+
+def _waiting_ranks(engine: Engine) -> list[int]:
+    orders: Any = engine.group["orders"]
+    return [rank for order in orders for rank in order["waiting_ranks"]]
+
+
+def test_workers_end_when_the_engine_core_is_killed(run_dir: Path) -> None:
+    with closing(EngineProcess(run_dir, "alpha", without_ranks=True)) as engine:
+        runtime = engine.first["runtime"]
+        worker = WorkerProcess(runtime, 0, make_plan())
+        try:
+            engine.kill()
+            assert worker.process.wait(WAIT_S) == EXIT_CODE
+        finally:
+            worker.close()
+
+
+def test_the_engine_ends_when_a_worker_is_killed(run_dir: Path) -> None:
+    alpha = Engine(run_dir, "alpha", ranks=2, processes=True)
+    with running(alpha):
+        alpha.ranks[0].kill()
+        assert alpha.lost.wait(WAIT_S)
+        assert alpha.lost_reason == "rank 0 closed its lease line"
+
+
+FRONT_END = """
+import json, subprocess, sys
+command = json.loads(sys.argv[1])
+child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdin.write(sys.argv[2].encode() + b"\\n")
+child.stdin.flush()
+assert json.loads(child.stdout.readline())["runtime"]
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_the_engine_ends_when_its_front_end_is_killed(run_dir: Path, deaf: bool) -> None:
+    """Also one that does not hear SIGTERM: it is ended after a grace."""
+    first = engine_order(run_dir, "alpha") | {"watch_parent": True, "deaf": deaf}
+    front_end = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            FRONT_END,
+            json.dumps([sys.executable, "-m", "integration.cluster", "engine"]),
+            json.dumps(first),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=child_environment(),
+    )
+    assert front_end.stdin is not None
+    assert front_end.stdout is not None
+    try:
+        descriptor = os.pidfd_open(int(front_end.stdout.readline()))
+        try:
+            assert not wait_ended(descriptor, 0.1)
+            front_end.kill()
+            assert wait_ended(descriptor, 15.0), "memory is back within 15 s"
+        finally:
+            os.close(descriptor)
+    finally:
+        front_end.kill()
+        front_end.stdin.close()
+        front_end.stdout.close()
+        front_end.wait()
+    # Nothing holds memory any more, and the next one starts.
+    with running(Engine(run_dir, "beta")):
+        assert set(books(run_dir)["instances"]) == {"beta"}
