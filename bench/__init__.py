@@ -1,0 +1,1 @@
+"""Benchmarks of kvadmit: programs for people, not part of the installed package."""

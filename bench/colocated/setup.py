@@ -1,0 +1,56 @@
+"""What is measured on what: everything a bench fixes before its first run.
+
+Owns: the `Setup` and its JSON form. Must not know: how instances are started or pressed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from bench.colocated.workload import Shape
+
+EngineKind = Literal["vllm", "sim"]
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """One bench. `pool_bytes`: KV memory of all instances together.
+
+    `model`: directory of the model vLLM loads. `worker_delay_ms` is added to every answer of
+    a worker to a growth order. `probes`: per instance, clients whose one-block requests need
+    no growth. `timeout_s` bounds one run.
+    """
+
+    shape: Shape
+    engine: EngineKind
+    tp: int
+    pool_bytes: int
+    model: str
+    seed: int
+    worker_delay_ms: float = 0.0
+    probes: int = 0
+    block_tokens: int = 32
+    max_model_len: int = 512
+    max_num_seqs: int = 128
+    sample_s: float = 0.1
+    timeout_s: float = 600.0
+
+    def workload(self) -> dict[str, Any]:
+        """Return the part of the JSON by which two results are known to be comparable.
+
+        Scenario and engine are named by every run instead, so one file may hold several.
+        """
+        shape = msgspec.to_builtins(self.shape)
+        del shape["scenario"]
+        return {
+            **shape,
+            "tp": self.tp,
+            "pool_bytes": self.pool_bytes,
+            "model": self.model.rsplit("/", 1)[-1],
+            "worker_delay_ms": self.worker_delay_ms,
+            "probes": self.probes,
+            "block_tokens": self.block_tokens,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+        }
