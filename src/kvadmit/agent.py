@@ -37,6 +37,8 @@ from kvadmit.messages import (
     OrderKind,
     ReadDevice,
 )
+from kvadmit.observe import Trace
+from kvadmit.postmortem import write_trace
 from kvadmit.rundir import new_incarnation
 from kvadmit.timers import PolledTimers
 from kvadmit.vmm import AddressSpace, BatchResult
@@ -49,6 +51,8 @@ CAPTURE_WAIT_S = 30.0
 STOP_WAIT_S = 10.0
 EXIT_CODE = 70
 """EX_SOFTWARE of sysexits(3): nobody is left who could use this worker."""
+TRACE_ENTRIES_MAX = 4096
+"""A rank's share of a host's memory for traces; there are many ranks."""
 CHECK_VARIABLE = "KVADMIT_CHECK"
 """Set in the environment: the machine checks itself after every event (the tests do)."""
 
@@ -74,6 +78,7 @@ class Agent:
         self.rank = rank
         self._endpoint = str(runtime["agents"])
         self._lease_path = str(runtime["lease"])
+        self._run_dir = str(runtime["run_dir"])
         self._incarnation = new_incarnation(f"agent-{rank}")
         self._space = space
         self._prefix = prefix
@@ -81,6 +86,7 @@ class Agent:
         self._member = member.Member(
             rank=rank, device=space.device, extents=space.layout.extents, prefix=prefix
         )
+        self._trace = Trace(TRACE_ENTRIES_MAX)
         self._checking = bool(os.environ.get(CHECK_VARIABLE))
         self._timers = PolledTimers()
         self._events: deque[member.Event] = deque()
@@ -167,6 +173,7 @@ class Agent:
                 logger.critical("agent of rank %d ends: %s", self.rank, error)
         except BaseException:
             logger.critical("agent of rank %d ends", self.rank, exc_info=True)
+            write_trace(self._trace, self._run_dir, f"agent-{self.rank}")
             raise
         finally:
             self._close()
@@ -257,11 +264,13 @@ class Agent:
         """Feed the machine; completions that effects bring about follow as further events."""
         self._events.append(event)
         while self._events:
+            event = self._events.popleft()
             try:
-                effects = self._member.step(self._events.popleft())
+                effects = self._member.step(event)
             except RemoteProtocolError:
                 self._events.clear()
                 raise
+            self._trace.record("member", event, effects)
             if self._checking:
                 self._member.check()
             for effect in effects:

@@ -25,6 +25,8 @@ from kvadmit.channel import AsyncRouter
 from kvadmit.errors import KvAdmitError, LocalProtocolError, RemoteProtocolError
 from kvadmit.lease import LeaseServer
 from kvadmit.messages import Bye, Header, Hello, Message, Refused, Report, StatusQuery
+from kvadmit.observe import Trace
+from kvadmit.postmortem import write_trace
 from kvadmit.rundir import ArbiterLock, RunDir, new_incarnation
 from kvadmit.timers import LoopTimers
 
@@ -44,6 +46,7 @@ class Arbiter:
         self.epoch = run.next_epoch(epoch_seen)
         run.sweep()
         self._machine = arbitration.Arbitration(epoch=self.epoch, reclaim_s=reclaim_s)
+        self._trace = Trace()
         self._checking = bool(os.environ.get(CHECK_VARIABLE))
         self._refused: set[str] = set()
         incarnation = new_incarnation("arbiter")
@@ -117,6 +120,7 @@ class Arbiter:
 
     def _step(self, event: arbitration.Event) -> None:
         effects = self._machine.step(event)
+        self._trace.record("arbitration", event, effects)
         if self._checking:
             self._machine.check()
         for effect in effects:
@@ -146,6 +150,7 @@ class Arbiter:
         error = context.get("exception")
         if not isinstance(error, BaseException):
             error = LocalProtocolError(str(context.get("message")))
+        write_trace(self._trace, self._run.path, "arbiter")
         if not self._ended.done():
             self._ended.set_exception(error)
 

@@ -15,7 +15,6 @@ import os
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -57,7 +56,9 @@ from kvadmit.messages import (
     Status,
     Welcome,
 )
+from kvadmit.observe import Histogram, Trace
 from kvadmit.port import PoolEvent, PoolLevels, PoolPort
+from kvadmit.postmortem import write_trace
 from kvadmit.processes import ProcessWatch, is_stopped
 from kvadmit.rendezvous import ArbiterChannel
 from kvadmit.rundir import InstanceClaim, RunDir, new_incarnation
@@ -127,6 +128,7 @@ class Coordinator:
             start_wait_s=settings.start_wait_s,
             idle_decay_s=settings.idle_decay_s,
         )
+        self._trace = Trace()
         self._checking = bool(os.environ.get(CHECK_VARIABLE))
         self._histograms = {"grow_latency_s": Histogram(), "grant_wait_s": Histogram()}
         self._settled: dict[Call, concurrent.futures.Future[None]] = {
@@ -331,6 +333,8 @@ class Coordinator:
             self._fail_calls(PeerLostError("coordinator", "it has stopped"))
             return
         logger.critical("coordinator failed", exc_info=error)
+        if self._run is not None:
+            write_trace(self._trace, self._run.path, "coordinator")
         if isinstance(error, KvAdmitError):
             self._fail_calls(error)
         self._lose_engine(f"coordinator failed: {error}")
@@ -410,10 +414,12 @@ class Coordinator:
 
     def _step(self, event: events.Event) -> None:
         effects = self._group.step(event)
+        self._trace.record("group", event, effects)
         if self._checking:
             self._group.check()
         for effect in effects:
             self._carry_out(effect)
+        self.port.pressure = self._group.link.pressure
 
     def _drain_pool(self) -> None:
         self._pool_woken = False
@@ -585,30 +591,6 @@ class Coordinator:
                 "arbiter": None if arbiter is None else msgspec.to_builtins(arbiter.counters),
                 "leases": None if leases is None else msgspec.to_builtins(leases.counters),
             },
-        }
-
-
-class Histogram:
-    """The newest samples of one figure, for its percentiles."""
-
-    def __init__(self, samples_max: int = 4096) -> None:
-        self._samples: deque[float] = deque(maxlen=samples_max)
-        self.count = 0
-
-    def add(self, value: float) -> None:
-        self._samples.append(value)
-        self.count += 1
-
-    def snapshot(self) -> dict[str, float | int | None]:
-        """Return count, p50 and p99; None where there is no sample."""
-        ordered = sorted(self._samples)
-        if not ordered:
-            return {"count": 0, "p50": None, "p99": None}
-        last = len(ordered) - 1
-        return {
-            "count": self.count,
-            "p50": ordered[round(0.50 * last)],
-            "p99": ordered[round(0.99 * last)],
         }
 
 

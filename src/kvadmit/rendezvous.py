@@ -25,13 +25,13 @@ from kvadmit.channel import (
     AsyncDealer,
     BadPeer,
     BlockingDealer,
-    ChannelCounters,
     LeaseLost,
     Received,
 )
 from kvadmit.errors import KvAdmitError, PeerLostError, PeerTimeoutError, RemoteProtocolError
 from kvadmit.lease import LeaseClient, LeaseLine
 from kvadmit.messages import Header, Message, Refused, Status, StatusQuery, ToArbiter
+from kvadmit.outbox import ChannelCounters
 from kvadmit.rundir import RunDir, new_incarnation
 
 LAUNCH_WAIT_S = 15.0

@@ -225,6 +225,7 @@ def test_losing_the_loop_ends_the_engine_loudly(
         assert engine.lost.wait(WAIT_S)
         assert "division by zero" in engine.lost_reason
         assert "coordinator failed" in caplog.text
+    assert len((run_dir / "failed-coordinator.trace").read_bytes().splitlines()) > 3
 
 
 def test_the_defaults_name_a_run_directory() -> None:
