@@ -5,15 +5,14 @@ with our mixin, or the bench's simulated engine). Must not know: vLLM, clocks, t
 Runs on the scheduler thread only; nothing here waits.
 
 One step: `drain` applies the coordinator's orders -> the scheduler schedules -> `publish`
-turns what it saw into levels and posts them when the coordinator could decide differently.
+turns what it saw into levels. Levels are posted at once when they ask for something new, and
+otherwise looked at every REFRESH_S, because a post wakes another thread.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from typing import Generic, TypeVar
-
-import msgspec
 
 from kvadmit.extents import from_runs, to_runs
 from kvadmit.pool import Block, ElasticPool
@@ -22,30 +21,19 @@ from kvadmit.units import ceil_div
 
 HELD_STEPS_MAX = 2
 """Most steps in a row in which a running request is held instead of preempted."""
-POST_INTERVAL_S = 0.020
-"""Levels that ask for nothing new are posted at most this often."""
+REFRESH_S = 0.050
+"""Levels that ask for nothing new are posted within this time while others wait."""
+REFRESH_SLOW_S = 0.500
+"""The same while nobody could use the news."""
 LATENCY_S = 0.020
 """Growth latency assumed before the first growth was seen."""
 LATENCY_DECAY = 0.9
 """Share of the slowest growth seen that is still believed after one faster growth."""
+AHEAD_SHARE = 8
+"""A growth brings an eighth of what is resident beside what it was asked for, so that there
+are few of them; a want changed by less than that is not worth a message."""
 
 B = TypeVar("B", bound=Block)
-
-
-class Demand(msgspec.Struct, frozen=True):
-    """What one step showed, in blocks (requests for the first two).
-
-    `missing`: blocks beyond the free ones that running requests need for their next step, or
-    the oldest waiter to be admitted; 0 when nobody missed any. `horizon`: what running
-    requests will take until a growth asked for now has arrived. `queued`: prompts of the
-    next waiters.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    missing: int = 0
-    horizon: int = 0
-    queued: int = 0
 
 
 class WaitHistogram:
@@ -57,14 +45,18 @@ class WaitHistogram:
     def __init__(self) -> None:
         self._bounds = [round(100 * 2 ** (step / 8)) for step in range(8 * 24)]
         self._counts = [0] * (len(self._bounds) + 1)
-        self.count = 0
         self.max_ns = 0
 
     def add(self, duration_ns: int) -> None:
         """Count one duration."""
         self._counts[bisect_left(self._bounds, duration_ns)] += 1
-        self.count += 1
-        self.max_ns = max(self.max_ns, duration_ns)
+        if duration_ns > self.max_ns:
+            self.max_ns = duration_ns
+
+    @property
+    def count(self) -> int:
+        """How many durations there are."""
+        return sum(self._counts)
 
     def quantile_us(self, share: float) -> float | None:
         """Return the duration in microseconds that `share` of all do not exceed."""
@@ -82,7 +74,7 @@ class WaitHistogram:
         return {
             "p50": self.quantile_us(0.5),
             "p99": self.quantile_us(0.99),
-            "max": self.max_ns / 1000 if self.count else None,
+            "max": self.max_ns / 1000 if self.max_ns else None,
             "count": self.count,
         }
 
@@ -98,15 +90,26 @@ class Admission(Generic[B]):
         """The last scheduled step that could name a block: the fence of whatever is withdrawn."""
         self.held_steps = 0
         self.no_slot_steps = 0
+        self.posts = 0
+        """Levels posted: each wakes the coordinator's thread."""
         self.wait = WaitHistogram()
         """Our time on the scheduler thread, of steps that moved no blocks."""
         self.wait_moving = WaitHistogram()
         """The same of steps that moved some."""
         self._port = port
+        self._whole = pool.extent_blocks
         self._limit = pool.extents
-        self._demand = Demand()
-        self._posted: PoolLevels | None = None
+        self._running = 0
+        self._waiting = 0
+        self._missing = 0
+        self._lack = 0
+        """Uncached blocks short of the low watermark; negative: above it."""
+        self._need_seen = 0
+        self._want_seen = 0
+        """The highest of need_total and want_total since the last look."""
+        self._posted = PoolLevels(resident=0)
         self._posted_s = 0.0
+        self._look_s = 0.0
         self._asked_s: float | None = None
         self._latency_s = LATENCY_S
         self._held_in_a_row = 0
@@ -116,7 +119,7 @@ class Admission(Generic[B]):
     def drain(self, now_s: float) -> int:
         """Apply the coordinator's orders; returns how many blocks moved, in either direction.
 
-        Costs one attribute test when there is nothing to do.
+        Costs two comparisons when there is nothing to do.
         """
         moved = 0
         if self._port.pending:
@@ -140,7 +143,6 @@ class Admission(Generic[B]):
             moved = self.drain(now_s)
             total += moved
         if total:
-            self.publish(self._demand, now_s)
             self.flush(now_s)
         return total
 
@@ -148,20 +150,20 @@ class Admission(Generic[B]):
         taken = self.pool.withdraw(self._limit)
         if not taken:
             return 0
-        # The lower level first, so that what is returned does not look like a lack.
-        self.publish(self._demand, now_s)
+        moved = len(taken) * self.pool.extent_blocks
+        self._lack += moved
+        # The lower level first, so that what is returned does not look like a lack of it.
         self.flush(now_s)
         self._port.post(PoolReturned(to_runs(taken), self.step))
-        return len(taken) * self.pool.extent_blocks
+        return moved
 
     def _grown(self, now_s: float) -> None:
         if self._asked_s is None:
             return
         seen_s = now_s - self._asked_s
         self._asked_s = None
-        self._latency_s = max(
-            seen_s, LATENCY_DECAY * self._latency_s + (1 - LATENCY_DECAY) * seen_s
-        )
+        believed_s = LATENCY_DECAY * self._latency_s + (1 - LATENCY_DECAY) * seen_s
+        self._latency_s = max(seen_s, believed_s)
 
     # --- during a step ---
 
@@ -169,6 +171,16 @@ class Admission(Generic[B]):
     def growth_latency_s(self) -> float:
         """The slowest recent growth, from asking to handing out."""
         return self._latency_s
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the coordinator gave an order that `drain` has not applied."""
+        return self._port.pending
+
+    @property
+    def over_limit(self) -> bool:
+        """Whether more extents are resident than the coordinator allows."""
+        return self.pool.resident > self._limit
 
     def may_hold(self, now_s: float) -> bool:
         """Whether a running request without slots is better held than preempted.
@@ -182,41 +194,9 @@ class Admission(Generic[B]):
         self.held_steps += 1
         return True
 
-    @property
-    def has_orders(self) -> bool:
-        """Whether the coordinator gave an order that `drain` has not applied."""
-        return self._port.pending
-
     def hold_left_s(self, now_s: float) -> float:
         """Return how long bytes on their way are still worth waiting for."""
         return max(0.0, self._port.hold_until_s - now_s)
-
-    # --- after a step ---
-
-    def publish(self, demand: Demand, now_s: float) -> None:
-        """Post levels if they ask for something else, or now and then if they only changed."""
-        self._demand = demand
-        levels = self._levels(demand)
-        posted = self._posted
-        if (
-            posted is None
-            or self._urgent(posted, levels)
-            or (levels != posted and now_s - self._posted_s >= POST_INTERVAL_S)
-        ):
-            self._post(levels, now_s)
-
-    def count_step(self, *, missed: bool, held: bool) -> None:
-        """Count a scheduled step: `missed` some slots, `held` a running request."""
-        if not held:
-            self._held_in_a_row = 0
-        if missed and self._port.hold_until_s == 0:
-            self.no_slot_steps += 1
-
-    def flush(self, now_s: float) -> None:
-        """Post the newest levels if the coordinator has not seen them: no step comes soon."""
-        levels = self._levels(self._demand)
-        if levels != self._posted:
-            self._post(levels, now_s)
 
     def fits_never(self, blocks: int) -> bool:
         """Whether a request of `blocks` blocks exceeds what this instance can ever get."""
@@ -226,48 +206,112 @@ class Admission(Generic[B]):
         """Whether it would fit in what is resident now if nothing else were running."""
         return blocks <= self.pool.blocks - 1
 
-    def _levels(self, demand: Demand) -> PoolLevels:
-        pool = self.pool
-        whole, free = pool.extent_blocks, pool.queue.num_free_blocks
-        holdings = pool.levels()
+    # --- after a step ---
+
+    def publish(self, now_s: float, *, running: int, waiting: int, missing: int, low: int) -> None:
+        """Take note of what the step showed, in blocks, and post levels if that matters.
+
+        `missing`: blocks beyond the free ones that running requests need for their next step
+        or the oldest waiter to be admitted; 0 when nobody missed any. `low`: uncached free
+        blocks that there should be, so that running requests and the next waiters find
+        theirs. Cached blocks count as used here: the cache grows before it is evicted.
+        """
+        queue = self.pool.queue
+        lack = low - queue.num_free_blocks + queue.num_cached_blocks
+        posted = self._posted
+        self._lack, self._missing = lack, missing
+        self._running, self._waiting = running, waiting
+        if (
+            (missing > 0 and not posted.need_total)
+            or (lack > 0 and posted.want_total <= self.pool.resident < self.ceiling)
+            or (running + waiting == 0) != (posted.running + posted.waiting == 0)
+        ):
+            self._post(self._levels(), now_s)
+        elif missing > 0 or lack > 0 or now_s >= self._look_s:
+            self._look(now_s)
+
+    def count_step(self, *, missed: bool, held: bool) -> None:
+        """Count a scheduled step: `missed` some slots, `held` a running request."""
+        if not held:
+            self._held_in_a_row = 0
+        if missed and not self._port.hold_until_s:
+            self.no_slot_steps += 1
+
+    def flush(self, now_s: float) -> None:
+        """Post the newest levels if the coordinator has not seen them: no step comes soon."""
+        levels = self._levels()
+        if levels != self._posted:
+            self._post(levels, now_s)
+
+    def _look(self, now_s: float) -> None:
+        """Remember what is asked for; now and then post what was asked for at most."""
+        self._need_seen = max(self._need_seen, self._need())
+        self._want_seen = max(self._want_seen, self._want())
+        if now_s < self._look_s:
+            return
+        levels = self._levels()
+        if self._worth_posting(levels, now_s):
+            self._post(levels, now_s)
+        self._look_s = now_s + REFRESH_S
+        self._need_seen = self._want_seen = 0
+
+    def _need(self) -> int:
+        if self._missing <= 0:
+            return 0
+        return min(self.pool.resident + ceil_div(self._missing, self._whole), self.ceiling)
+
+    def _want(self) -> int:
+        if self._lack <= 0:
+            return 0
+        resident = self.pool.resident
+        ahead = max(self._whole, resident * self._whole // AHEAD_SHARE)
+        return min(resident + ceil_div(self._lack + ahead, self._whole), self.ceiling)
+
+    def _levels(self) -> PoolLevels:
+        holdings = self.pool.levels()
         need = want = 0
-        if demand.missing > 0:
-            need = min(holdings.resident + ceil_div(demand.missing, whole), self.ceiling)
-        if demand.running or demand.waiting:
-            # Cached blocks count as used here: the cache grows before it is evicted.
-            uncached = free - pool.queue.num_cached_blocks
-            low = demand.queued + (max(demand.horizon, whole) if demand.running else 0)
-            if low > uncached:
-                want = min(holdings.resident + ceil_div(low - uncached, whole), self.ceiling)
-            else:
-                want = holdings.resident - min(holdings.free, (uncached - low) // whole)
+        if self._running or self._waiting:
+            need = max(self._need_seen, self._need())
+            want = max(self._want_seen, self._want())
+            if not want:
+                want = holdings.resident - min(holdings.free, -self._lack // self._whole)
         return PoolLevels(
             resident=holdings.resident,
             need_total=need,
             want_total=max(need, want),
             free=holdings.free,
             cached=holdings.cached,
-            running=demand.running,
-            waiting=demand.waiting,
+            running=self._running,
+            waiting=self._waiting,
         )
 
-    def _urgent(self, posted: PoolLevels, levels: PoolLevels) -> bool:
-        """Whether the coordinator could decide differently on `levels`."""
-        return (
-            levels.need_total != posted.need_total
-            or (levels.want_total > levels.resident and levels.want_total != posted.want_total)
-            or (levels.running == 0) != (posted.running == 0)
-            or (levels.waiting == 0) != (posted.waiting == 0)
+    def _worth_posting(self, levels: PoolLevels, now_s: float) -> bool:
+        """Whether the coordinator could decide differently on `levels` than on the last ones.
+
+        What could be given up is news only while others wait, and then none of an instance
+        that waits itself: nothing is taken from it.
+        """
+        posted = self._posted
+        if bool(levels.need_total) != bool(posted.need_total):
+            return True
+        if (self._port.pressure and not levels.need_total) or now_s - self._posted_s > (
+            REFRESH_SLOW_S
+        ):
+            return levels != posted
+        changed = max(
+            abs(levels.need_total - posted.need_total), abs(levels.want_total - posted.want_total)
         )
+        return changed * AHEAD_SHARE > levels.resident
 
     def _post(self, levels: PoolLevels, now_s: float) -> None:
-        if levels.want_total > levels.resident:
-            if self._asked_s is None:
-                self._asked_s = now_s
-        else:
+        if levels.want_total <= levels.resident:
             self._asked_s = None
+        elif self._asked_s is None:
+            self._asked_s = now_s
         self._posted = levels
         self._posted_s = now_s
+        self._look_s = now_s + REFRESH_S
+        self.posts += 1
         self._port.post(levels)
 
     # --- looking at it ---
@@ -279,6 +323,7 @@ class Admission(Generic[B]):
             "no_slot_steps": self.no_slot_steps,
             "scheduler_wait_us": self.wait.summary_us(),
             "scheduler_wait_moving_us": self.wait_moving.summary_us(),
+            "levels_posted": self.posts,
             "growth_latency_s": self._latency_s,
             "resident_extents": self.pool.resident,
             "limit_extents": self._limit,

@@ -153,6 +153,7 @@ class Coordinator:
         self._peers: dict[int, str] = {}
         self._pool_woken = False
         self._engine_lost = ""
+        self._ending = False
         self._arbiter_trouble = ""
         self._last_status: dict[str, object] = {}
 
@@ -265,6 +266,10 @@ class Coordinator:
             if not thread.is_alive():
                 return self._last_status
             raise PeerTimeoutError("coordinator", "give its status", STATUS_WAIT_S) from None
+
+    def expect_end(self) -> None:
+        """Take ranks that leave from now on for no loss: the engine is shutting down."""
+        self._ending = True
 
     def stop(self) -> None:
         """Say Bye, close every channel, end the thread, remove our files. Idempotent."""
@@ -554,7 +559,7 @@ class Coordinator:
             future.set_exception(CapacityError(error))
 
     def _lose_engine(self, reason: str) -> None:
-        if self._engine_lost:
+        if self._engine_lost or self._ending:
             return
         self._engine_lost = reason
         logger.error("the engine cannot serve on: %s", reason)

@@ -71,10 +71,18 @@ class PoolPort:
 
     `hold_until_s` (monotonic seconds, written by the coordinator, read by the scheduler):
     until then granted bytes are on their way and a running request is better held than
-    preempted; 0 when nothing is on its way.
+    preempted; 0 when nothing is on its way. `pressure` (same direction): another instance
+    waits for memory, so what the pool could give up is worth a message.
     """
 
-    __slots__ = ("_events", "_orders", "_wake_coordinator", "_wake_pool", "hold_until_s")
+    __slots__ = (
+        "_events",
+        "_orders",
+        "_wake_coordinator",
+        "_wake_pool",
+        "hold_until_s",
+        "pressure",
+    )
 
     def __init__(
         self, *, wake_pool: Callable[[], None], wake_coordinator: Callable[[], None]
@@ -84,6 +92,7 @@ class PoolPort:
         self._wake_pool = wake_pool
         self._wake_coordinator = wake_coordinator
         self.hold_until_s = 0.0
+        self.pressure = False
 
     # scheduler thread
 

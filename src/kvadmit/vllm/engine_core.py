@@ -117,13 +117,14 @@ class Engine:
         vLLM leaves workers behind when an exception strikes between the executor's start
         and the end of EngineCore's constructor (field report R43).
         """
-        self.stop()
+        self.coordinator.expect_end()
         executor, self.executor = self.executor, None
         if executor is not None:
             try:
                 executor.shutdown()
             except Exception:
                 logger.exception("shutting the executor down after a failed start")
+        self.stop()
 
     def status(self) -> dict[str, Any]:
         """Return everything known here as JSON-able data. Main thread."""
@@ -205,6 +206,8 @@ def wrap_engine_shutdown(original: Any) -> Callable[..., Any]:
 
     def shutdown(self: Any) -> None:
         engine = engine_of(self.vllm_config)
+        if engine is not None:
+            engine.coordinator.expect_end()
         try:
             original(self)
         finally:

@@ -99,7 +99,7 @@ def _install_engine_core() -> None:
 
 
 def _install_worker_lookup() -> None:
-    """Hook the look-up of the worker class: the class's module is not imported yet."""
+    """Replace the look-up of the worker class: the class's module is not imported yet."""
     import vllm.v1.worker.worker_base as worker_base
 
     from kvadmit.vllm import worker

@@ -1,11 +1,10 @@
 """The mixin on vLLM's scheduler: an elastic pool under it, levels out of it.
 
 Owns: what is vLLM-specific on the scheduler thread. Must not know: the coordinator beyond
-its port. Decisions about levels, holding and waiting times are in `admission`.
+its port. Decisions about levels and holding are in `admission`.
 
-One step: `schedule` drains the port, sets the watermark, lets vLLM schedule (its own "no
-slots" is the only form of a miss), and publishes what it saw. Misses are watched for only
-in steps in which there can be any, so that a content engine pays nothing per request.
+One step: `schedule` drains the port, lets vLLM schedule (its own "no slots" is the only form
+of a miss), and publishes what it saw. Nothing of ours is called per running request.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvadmit.admission import Admission, Demand
+from kvadmit.admission import Admission
 from kvadmit.pool import ElasticPool
 from kvadmit.units import ceil_div
 from kvadmit.vllm.engine_core import RUNTIME, Engine, engine_of
@@ -27,7 +25,6 @@ from kvadmit.vllm.windows import WindowPins, windowed_managers
 
 logger = logging.getLogger("vllm.kvadmit")
 
-STEP = "kvadmit_step"
 WAITERS_SEEN = 32
 """How many waiters count for what the pool would like to have."""
 PARK_S_MAX = 1.0
@@ -59,7 +56,7 @@ class ElasticScheduler:
     All attributes of its own start with `kvadmit`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         """Build vLLM's scheduler over the virtual pool, then hide what is not backed."""
         super().__init__(*args, **kwargs)
         engine = engine_of(self.vllm_config)
@@ -95,151 +92,141 @@ class ElasticScheduler:
         if windowed_managers(self.vllm_config, coordinator):
             self.kvadmit_windows = WindowPins(pool, coordinator, block_pool)
         # What the present step showed.
-        self.kvadmit_watching = False
-        self.kvadmit_missed_running = False
-        self.kvadmit_ask_hold = False
+        self.kvadmit_in_step = False
+        self.kvadmit_missed = False
         self.kvadmit_may_hold: bool | None = None
-        self.kvadmit_waiter: tuple[Any, int] | None = None
-        self.kvadmit_own_ns = 0
+        self.kvadmit_tried: Any = None
+        self.kvadmit_asked = 0
+        self.kvadmit_inside_ns = 0
         # What lasts over steps.
+        self.kvadmit_held_before = False
         self.kvadmit_horizon = 0
         self.kvadmit_horizon_age = 0
+        self.kvadmit_tokens_per_step = 1 + getattr(self, "num_spec_tokens", 0)
         self.kvadmit_step_s = 0.0
         self.kvadmit_last_s = 0.0
-        self.kvadmit_queued_key: Any = None
-        self.kvadmit_queued = 0
+        self.kvadmit_mean_blocks = 1.0
+        self.kvadmit_head: Any = None
+        self.kvadmit_head_blocks = 0
         self.kvadmit_blocked_since: dict[str, float] = {}
         engine.scheduler = self
         self._kvadmit_hook_managers()
 
-    # --- one step -----------------------------------------------------------------------------
+    # --- one step -------------------------------------------------------------------------------
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Schedule one step, and do the pool's part before and after."""
-        began = time.perf_counter_ns()
-        now_s = time.monotonic()
-        self.kvadmit_own_ns = 0
-        moved = self._kvadmit_before(now_s)
-        vllm_began = time.perf_counter_ns()
-        output = super().schedule(*args, **kwargs)
-        vllm_ended = time.perf_counter_ns()
-        inside = self.kvadmit_own_ns
-        self._kvadmit_after(output, now_s)
-        took = vllm_began - began + inside + time.perf_counter_ns() - vllm_ended
-        (self.kvadmit.wait_moving if moved else self.kvadmit.wait).add(took)
-        if output.total_num_scheduled_tokens == 0 and self.kvadmit_engine.core is None:
+        began_ns = time.monotonic_ns()
+        admission = self.kvadmit
+        if self.kvadmit_engine.lost:
+            raise RuntimeError(f"kvadmit: {self.kvadmit_engine.lost}")
+        moved = 0
+        if admission.has_orders or admission.over_limit or self.kvadmit_failures.due:
+            moved = self._kvadmit_before(began_ns / 1e9)
+        self.kvadmit_missed = False
+        self.kvadmit_may_hold = None
+        self.kvadmit_tried = None
+        self.kvadmit_inside_ns = 0
+        self.kvadmit_in_step = True
+        vllm_began_ns = time.monotonic_ns()
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        vllm_ended_ns = time.monotonic_ns()
+        self.kvadmit_in_step = False
+        self._kvadmit_after(output, vllm_ended_ns / 1e9)
+        took_ns = vllm_began_ns - began_ns + time.monotonic_ns() - vllm_ended_ns
+        (admission.wait_moving if moved else admission.wait).add(took_ns + self.kvadmit_inside_ns)
+        if not output.total_num_scheduled_tokens and self.kvadmit_engine.core is None:
             self._kvadmit_wait_in_process()
         return output
 
     def _kvadmit_before(self: Any, now_s: float) -> int:
-        engine, admission = self.kvadmit_engine, self.kvadmit
-        if engine.lost:
-            raise RuntimeError(f"kvadmit: {engine.lost}")
+        """Apply orders and end hopeless requests; returns how many blocks moved."""
+        admission = self.kvadmit
         ceiling = admission.ceiling
         moved: int = admission.drain(now_s)
         if moved:
             self.kv_cache_manager.block_pool.num_gpu_blocks = admission.pool.blocks
+            self._kvadmit_set_watermark()
         if admission.ceiling < ceiling:
             self._kvadmit_fail_too_large(self.waiting)
-        self.kvadmit_missed_running = False
-        self.kvadmit_ask_hold = False
-        self.kvadmit_may_hold = None
-        self.kvadmit_waiter = None
-        running = len(self.running)
-        self.kv_cache_manager.watermark_blocks = max(
-            int(self.kvadmit_watermark * admission.pool.blocks), self.kvadmit_horizon
-        )
-        free = admission.pool.queue.num_free_blocks
-        most = self.max_num_scheduled_tokens // self.kvadmit_block_size + 2 * running
-        self._kvadmit_watch(bool(self.waiting) or free < most * len(self.kvadmit_groups))
         if self.kvadmit_failures.due:
             self._kvadmit_finish_failed()
         return moved
 
     def _kvadmit_after(self: Any, output: Any, now_s: float) -> None:
         admission = self.kvadmit
+        running, waiting = len(self.running), len(self.waiting)
         if output.total_num_scheduled_tokens:
             admission.step += 1
-            self._kvadmit_time_step(now_s)
-        setattr(output, STEP, admission.step)
+            passed_s = now_s - self.kvadmit_last_s
+            self.kvadmit_last_s = now_s
+            if passed_s < 1.0:
+                self.kvadmit_step_s += 0.1 * (passed_s - self.kvadmit_step_s)
+        output.kvadmit_step = admission.step
         held = self.kvadmit_may_hold is True
         missing = 0
-        if self.kvadmit_missed_running:
+        if self.kvadmit_missed or (running and not output.num_scheduled_tokens):
             missing = self._kvadmit_running_lack(output)
-        if self.kvadmit_waiter is not None:
+        if self.kvadmit_tried is not None:
             missing = max(missing, self._kvadmit_waiter_lack(now_s))
-        elif self.kvadmit_blocked_since:
-            self.kvadmit_blocked_since.clear()
-        running, waiting = len(self.running), len(self.waiting)
-        demand = Demand(
-            running=running,
-            waiting=waiting,
-            missing=missing,
-            horizon=self._kvadmit_look_ahead(running) if running else 0,
-            queued=self._kvadmit_prompts() if waiting else 0,
+        if held:
+            self._kvadmit_set_watermark()
+        low = 0
+        if running:
+            self.kvadmit_horizon_age -= 1
+            if self.kvadmit_horizon_age <= 0:
+                self._kvadmit_look_ahead(running)
+            low = max(self.kvadmit_horizon, admission.pool.extent_blocks)
+        if waiting:
+            low += self._kvadmit_prompts(waiting)
+        admission.publish(now_s, running=running, waiting=waiting, missing=missing, low=low)
+        if missing or held or self.kvadmit_held_before:
+            self.kvadmit_held_before = held
+            admission.count_step(missed=missing > 0, held=held)
+
+    def _kvadmit_set_watermark(self: Any) -> None:
+        """Keep new admissions from the blocks that running requests take next."""
+        self.kv_cache_manager.watermark_blocks = max(
+            int(self.kvadmit_watermark * self.kvadmit.pool.blocks), self.kvadmit_horizon
         )
-        admission.count_step(missed=missing > 0, held=held)
-        admission.publish(demand, now_s)
 
-    def _kvadmit_time_step(self: Any, now_s: float) -> None:
-        passed_s = now_s - self.kvadmit_last_s
-        self.kvadmit_last_s = now_s
-        if passed_s < 1.0:
-            self.kvadmit_step_s += 0.1 * (passed_s - self.kvadmit_step_s)
-
-    # --- misses -------------------------------------------------------------------------------
+    # --- misses ---------------------------------------------------------------------------------
 
     def _kvadmit_hook_managers(self: Any) -> None:
-        """Prepare the watched allocation; `_kvadmit_watch` puts it in and takes it out."""
+        """Learn which waiter vLLM tried to admit last, and how many blocks that asked for.
+
+        vLLM looks for cached blocks of a waiter right before it allocates for it, after all
+        running requests: one call for each that is tried, none for those that run.
+        """
         manager = self.kv_cache_manager
         coordinator = manager.coordinator
-        allocate_slots = manager.allocate_slots
+        get_computed_blocks = manager.get_computed_blocks
         count_blocks = coordinator.get_num_blocks_to_allocate
-        running = RequestStatus.RUNNING
-        asked = 0
+
+        def tried(request: Any) -> Any:
+            if self.kvadmit_in_step:
+                if self.kvadmit_tried is None:
+                    coordinator.get_num_blocks_to_allocate = counted
+                self.kvadmit_tried = request
+                self.kvadmit_asked = 0
+            return get_computed_blocks(request)
 
         def counted(*args: Any, **kwargs: Any) -> int:
-            nonlocal asked
-            asked = count_blocks(*args, **kwargs)
+            asked: int = count_blocks(*args, **kwargs)
+            self.kvadmit_asked = asked
             return asked
 
-        def watched(request: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal asked
-            if request.status is running:
-                blocks = allocate_slots(request, *args, **kwargs)
-                if blocks is None:
-                    self.kvadmit_missed_running = self.kvadmit_ask_hold = True
-                return blocks
-            asked = 0
-            coordinator.get_num_blocks_to_allocate = counted
-            try:
-                blocks = allocate_slots(request, *args, **kwargs)
-            finally:
-                del coordinator.get_num_blocks_to_allocate
-            if blocks is None and self.kvadmit_waiter is None:
-                self.kvadmit_waiter = (request, asked)
-            return blocks
-
-        self.kvadmit_watched = watched
-
-    def _kvadmit_watch(self: Any, wanted: bool) -> None:
-        if wanted is self.kvadmit_watching:
-            return
-        self.kvadmit_watching = wanted
-        if wanted:
-            self.kv_cache_manager.allocate_slots = self.kvadmit_watched
-        else:
-            del self.kv_cache_manager.allocate_slots
+        manager.get_computed_blocks = tried
 
     def _request_blocks_can_be_freed(self: Any, request: Any) -> bool:
-        """Say no once, right after a running request missed its slots, to hold it.
+        """Say no to a preemption in order to hold a request whose memory is on its way.
 
-        vLLM (0.30 and later) asks this of the victim it would preempt, and breaks out of its
-        running loop at a no. It asks the same when a request ends, which must not be touched:
-        hence only the first question after a miss is ours.
+        vLLM (0.30 and later) asks this of the victim it would preempt, still among the
+        running, and breaks out of its running loop at a no. It asks the same of requests
+        whose blocks it frees, which it has taken out of the running before: not ours.
         """
-        if self.kvadmit_ask_hold:
-            self.kvadmit_ask_hold = False
+        if self.kvadmit_in_step and request in self.running:
+            self.kvadmit_missed = True
             if self._kvadmit_decide_hold():
                 return False
         can: bool = super()._request_blocks_can_be_freed(request)  # type: ignore[misc]
@@ -247,37 +234,44 @@ class ElasticScheduler:
 
     def _kvadmit_decide_hold(self: Any) -> bool:
         """Decide once a step: after the first preemption holding helps nobody."""
-        if self.kvadmit_may_hold is None:
-            began = time.perf_counter_ns()
-            self.kvadmit_may_hold = self.kvadmit.may_hold(time.monotonic())
-            if self.kvadmit_may_hold:
-                # The waiting loop of this step must not take what the held request needs.
-                self.kv_cache_manager.watermark_blocks = self.kvadmit.pool.blocks
-            self.kvadmit_own_ns += time.perf_counter_ns() - began
-            return bool(self.kvadmit_may_hold)
-        return False
+        if self.kvadmit_may_hold is not None:
+            return False
+        began_ns = time.monotonic_ns()
+        hold: bool = self.kvadmit.may_hold(began_ns / 1e9)
+        self.kvadmit_may_hold = hold
+        if hold:
+            # The waiting loop of this step must not take what the held request needs.
+            self.kv_cache_manager.watermark_blocks = self.kvadmit.pool.blocks
+        self.kvadmit_inside_ns += time.monotonic_ns() - began_ns
+        return hold
 
     def _kvadmit_running_lack(self: Any, output: Any) -> int:
         """Return how many blocks more the running requests need for their next step."""
         scheduled = output.num_scheduled_tokens
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        lack = 0
+        needed = 0
         for request in self.running:
             if request.request_id in scheduled:
                 continue
             tokens = max(request.num_computed_tokens + 1, request.num_tokens)
             for manager in managers:
                 held = len(manager.req_to_blocks.get(request.request_id, ()))
-                lack += max(0, ceil_div(tokens, manager.block_size) - held)
-        if not lack:
-            # A preempted request took nothing with it: it comes back as the oldest waiter.
-            head = next(iter(self.waiting), None)
-            lack = 1 if head is None else self._kvadmit_blocks(head)
-        return max(0, lack - self.kvadmit.pool.queue.num_free_blocks)
+                needed += max(0, ceil_div(tokens, manager.block_size) - held)
+        head = next(iter(self.waiting), None)
+        if not needed and head is not None and head.status is RequestStatus.PREEMPTED:
+            # Everyone left was served at a victim's cost: it comes back as the oldest waiter.
+            needed = self._kvadmit_blocks(head)
+        return max(0, needed - self.kvadmit.pool.queue.num_free_blocks)
 
     def _kvadmit_waiter_lack(self: Any, now_s: float) -> int:
         """Return how many blocks the oldest waiter lacks; fail it when it waits in vain."""
-        request, asked = self.kvadmit_waiter
+        request = self.kvadmit_tried
+        del self.kv_cache_manager.coordinator.get_num_blocks_to_allocate
+        asked = self.kvadmit_asked
+        if request.status is RequestStatus.RUNNING or not asked:
+            if self.kvadmit_blocked_since:
+                self.kvadmit_blocked_since.clear()
+            return 0
         if asked > len(self.kv_cache_manager.block_pool.blocks):
             return 0  # vLLM's word for "not now", without a number (map 5.1)
         blocks = self._kvadmit_blocks(request)
@@ -310,7 +304,10 @@ class ElasticScheduler:
     def add_request(self: Any, request: Any) -> None:
         """Queue a request; one that exceeds the ceiling fails in the next step."""
         super().add_request(request)  # type: ignore[misc]
-        self._kvadmit_fail_too_large([request])
+        blocks = self._kvadmit_blocks(request)
+        self.kvadmit_mean_blocks += 0.05 * (blocks - self.kvadmit_mean_blocks)
+        if self.kvadmit.fits_never(blocks):
+            self._kvadmit_fail_too_large([request])
 
     def _kvadmit_fail_too_large(self: Any, requests: Any) -> None:
         for request in requests:
@@ -335,56 +332,55 @@ class ElasticScheduler:
             self.kvadmit_failures.emit(outputs)
         return outputs
 
-    # --- what running and waiting requests will want ----------------------------------------------
+    # --- what running and waiting requests will want --------------------------------------------
 
     def _kvadmit_blocks(self: Any, request: Any) -> int:
         """Return the blocks that all of a request's tokens, and one more, take at once."""
         tokens = request.num_tokens + 1
         return sum(min(ceil_div(tokens, size), most) for size, most in self.kvadmit_groups)
 
-    def _kvadmit_prompts(self: Any) -> int:
-        """Return the blocks of the next waiters' prompts, counted anew when the queue moved."""
-        waiting = self.waiting
-        key = (len(waiting), waiting.peek_request().request_id)
-        if key != self.kvadmit_queued_key:
-            self.kvadmit_queued_key = key
-            self.kvadmit_queued = sum(map(self._kvadmit_blocks, islice(waiting, WAITERS_SEEN)))
-        return int(self.kvadmit_queued)
+    def _kvadmit_prompts(self: Any, waiting: int) -> int:
+        """Return about how many blocks the next waiters' prompts take.
 
-    def _kvadmit_look_ahead(self: Any, running: int) -> int:
-        """Return the blocks that running requests take until a growth asked for now is there.
+        The oldest exactly, the others by the mean of recent requests: the queue is long just
+        when there is no time to walk it.
+        """
+        head = self.waiting.peek_request()
+        if head is not self.kvadmit_head:
+            self.kvadmit_head = head
+            self.kvadmit_head_blocks = self._kvadmit_blocks(head)
+        others = min(waiting, WAITERS_SEEN) - 1
+        return int(self.kvadmit_head_blocks + others * self.kvadmit_mean_blocks)
 
-        Counted request by request every other step of that time, and only while the free
-        blocks would not cover every one of them crossing a block boundary.
+    def _kvadmit_look_ahead(self: Any, running: int) -> None:
+        """Set the blocks that running requests take until a growth asked for now is there.
+
+        Counted request by request, twice in that time, and only while the free blocks would
+        not cover every one of them crossing a block boundary.
         """
         step_s = self.kvadmit_step_s or 1e-3
         steps = round(self.kvadmit.growth_latency_s / step_s)
         steps = min(max(steps, HORIZON_STEPS[0]), HORIZON_STEPS[1])
-        tokens = steps * (1 + getattr(self, "num_spec_tokens", 0))
+        self.kvadmit_horizon_age = max(HORIZON_STEPS[0], steps // 2)
+        tokens = steps * self.kvadmit_tokens_per_step
         size, groups = self.kvadmit_block_size, len(self.kvadmit_groups)
-        prefill = sum(
-            max(0, request.num_prompt_tokens - request.num_computed_tokens)
-            for request in self._inflight_prefills
-        )
-        most = running * ceil_div(tokens, size) + ceil_div(prefill, size)
+        prefill = 0
+        for request in self._inflight_prefills:
+            prefill += max(0, request.num_prompt_tokens - request.num_computed_tokens)
+        crossing = running * ceil_div(tokens, size)
         queue = self.kvadmit.pool.queue
-        if queue.num_free_blocks - queue.num_cached_blocks >= 2 * most * groups:
-            self.kvadmit_horizon = ceil_div(running * tokens + prefill, size) * groups
-            self.kvadmit_horizon_age = 0
-            return int(self.kvadmit_horizon)
-        self.kvadmit_horizon_age -= 1
-        if self.kvadmit_horizon_age <= 0:
-            self.kvadmit_horizon_age = max(1, steps // 2)
-            last = size - tokens
-            crossing = (
-                sum(request.num_computed_tokens % size >= last for request in self.running)
-                if last > 0
-                else most
-            )
-            self.kvadmit_horizon = (crossing + ceil_div(prefill, size)) * groups
-        return int(self.kvadmit_horizon)
+        free = queue.num_free_blocks - queue.num_cached_blocks
+        last = size - tokens
+        if free >= 2 * (crossing + ceil_div(prefill, size)) * groups:
+            crossing = ceil_div(running * tokens, size)
+        elif last > 0:
+            crossing = sum([request.num_computed_tokens % size >= last for request in self.running])
+        horizon = (crossing + ceil_div(prefill, size)) * groups
+        if horizon != self.kvadmit_horizon:
+            self.kvadmit_horizon = horizon
+            self._kvadmit_set_watermark()
 
-    # --- while no step runs -------------------------------------------------------------------------
+    # --- while no step runs ---------------------------------------------------------------------
 
     def kvadmit_wake(self: Any) -> None:
         """Apply the coordinator's orders between steps, also of an idle or parked engine."""
@@ -400,7 +396,8 @@ class ElasticScheduler:
         Only when memory is all that the requests wait for: a request that waits for a grammar
         or a remote cache is polled by vLLM.
         """
-        if not self.kvadmit_missed_running and self.kvadmit_waiter is None:
+        blocked = self.kvadmit_tried is not None and self.kvadmit_asked
+        if not blocked and not self.kvadmit_missed:
             return 0.0
         if self.kvadmit_failures.due or self.kvadmit_failures.ended:
             return 0.0
@@ -415,7 +412,8 @@ class ElasticScheduler:
         if self.kvadmit_may_hold:
             pause_s = min(pause_s, self.kvadmit.hold_left_s(now_s))
         wait_s = self.kvadmit_engine.settings.wait_s
-        for began_s in self.kvadmit_blocked_since.values():
+        if self.kvadmit_tried is not None:
+            began_s = self.kvadmit_blocked_since.get(self.kvadmit_tried.request_id, now_s)
             pause_s = min(pause_s, max(0.0, began_s + wait_s - now_s))
         return pause_s
 
@@ -426,7 +424,7 @@ class ElasticScheduler:
             engine.woken.wait(IN_PROCESS_WAIT_S)
         engine.woken.clear()
 
-    # --- the rest -----------------------------------------------------------------------------------
+    # --- the rest -------------------------------------------------------------------------------
 
     def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Reset the prefix cache, and count its blocks as uncached from now on."""
