@@ -13,8 +13,9 @@ from __future__ import annotations
 import msgspec
 
 from kvadmit import policy
-from kvadmit.errors import InvariantViolation
-from kvadmit.ledger import Account, DeviceBook
+from kvadmit.errors import InvariantViolation, LocalProtocolError
+from kvadmit.ledger import DeviceBook
+from kvadmit.membership import Instance, bounds, check_hello, check_report, labels, why_unfit
 from kvadmit.messages import (
     Allowance,
     Bye,
@@ -31,7 +32,6 @@ from kvadmit.messages import (
     ToInstance,
     Welcome,
 )
-from kvadmit.units import format_bytes
 
 READ_WAIT_S = 0.250
 """While a need waits and bytes are foreign, a device is read this often, backing off to
@@ -111,51 +111,6 @@ class Exit(msgspec.Struct, frozen=True):
 Effect = Send | Drop | StartTimer | StopTimer | Note | Exit
 
 
-class _Instance:
-    """One member: what it said, its account, and what it waits for."""
-
-    __slots__ = (
-        "account",
-        "allowance",
-        "hello",
-        "late",
-        "order",
-        "reclaim_timer",
-        "refused",
-        "reported",
-        "sent",
-        "started",
-    )
-
-    def __init__(self, hello: Hello) -> None:
-        self.hello = hello
-        self.account = Account()
-        self.order = 0
-        self.allowance: Allowance | None = None
-        """The newest one sent, kept for a repeat."""
-        self.started = False
-        self.reported = False
-        self.late = False
-        self.refused = False
-        """A rank refused under the newest allowance: it is taken back before a new grant."""
-        self.reclaim_timer = False
-        self.sent: tuple[int, int, bool] | None = None
-        """(extents, ceiling, pressure) last sent."""
-
-    @property
-    def base_bytes(self) -> dict[str, int]:
-        """Bytes booked beside elastic KV: measured, else announced once the start was granted."""
-        if self.hello.base_bytes is not None:
-            return self.hello.base_bytes
-        return self.hello.start_bytes if self.started else {}
-
-    @property
-    def cost(self) -> dict[str, int]:
-        """Device -> bytes of one extent; empty before the geometry is known."""
-        geometry = self.hello.geometry
-        return geometry.extent_bytes if geometry is not None else {}
-
-
 class Arbitration:
     """The machine of one arbiter, one epoch. `reclaim_s`: how long a victim may take."""
 
@@ -163,7 +118,7 @@ class Arbitration:
         self.epoch = epoch
         self.reclaim_s = reclaim_s
         self.devices: dict[str, DeviceBook] = {}
-        self.instances: dict[str, _Instance] = {}
+        self.instances: dict[str, Instance] = {}
         self.counters = {
             "grants": 0,
             "reclaims": 0,
@@ -174,6 +129,7 @@ class Arbitration:
         }
         self._orders = 0
         self._read_wait_s = 0.0
+        self._read_round = 0
         self._elected: set[str] = set()
         self._plan = policy.Plan({}, {}, [], [], set())
 
@@ -199,10 +155,11 @@ class Arbitration:
                 self._hello(peer, message, effects)
             case Report():
                 instance = self.instances.get(peer)
-                if instance is None or message.epoch != self.epoch:
+                if instance is None or not self._current(instance, message):
                     self.counters["stale"] += 1
                     effects.append(Send(peer, Resync(epoch=self.epoch)))
                 else:
+                    check_report(message)
                     effects.append(Send(peer, Seen(epoch=self.epoch, revision=message.revision)))
                     self._report(instance, message)
                     if message.allowance_seen == instance.account.revision:
@@ -213,9 +170,14 @@ class Arbitration:
             case StatusQuery():
                 effects.append(Send(peer, Status(snapshot=self.snapshot())))
 
+    def _current(self, instance: Instance, report: Report) -> bool:
+        seen = report.allowance_seen
+        return report.epoch == self.epoch and seen <= instance.account.revision
+
     def _hello(self, peer: str, hello: Hello, effects: list[Effect]) -> None:
+        check_hello(hello)
         known = self.instances.get(peer)
-        reason = self._unfit(peer, hello)
+        reason = why_unfit(peer, hello, self.instances, self.devices)
         if reason:
             self.counters["refusals"] += 1
             effects.extend((Send(peer, Refused(reason=reason)), Note(f"refused: {reason}")))
@@ -226,47 +188,20 @@ class Arbitration:
         if known is None:
             if not self.instances:
                 effects.append(StopTimer("linger"))
-            self.instances[peer] = known = _Instance(hello)
+            self.instances[peer] = known = Instance(hello)
             effects.append(Note(f"{hello.name} (pid {hello.pid}) joined"))
-        elif hello.revision > known.hello.revision:
-            known.hello = hello
-        if not known.order and _wants_start(known):
+        else:
+            if hello.revision > known.hello.revision:
+                known.hello = hello
+            known.sent = None  # whoever says hello again may have missed its allowance
+        if not known.order and known.wants_start:
             known.order = self._next_order()
         effects.append(Send(peer, Welcome(epoch=self.epoch, revision=hello.revision)))
         self._elect({d for d in hello.devices if not self.devices[d].known}, effects)
-        if not _wants_start(known):
+        if not known.wants_start:
             effects.append(Send(peer, StartTurn(epoch=self.epoch, revision=hello.revision)))
 
-    def _unfit(self, peer: str, hello: Hello) -> str:
-        """Return why `hello` cannot be a member, naming who holds what, or ''."""
-        for device, total_bytes in hello.devices.items():
-            book = self.devices.get(device)
-            if book is not None and book.total_bytes != total_bytes:
-                return (
-                    f"{hello.name} says {device} has {format_bytes(total_bytes)}, the instances "
-                    f"here share {format_bytes(book.total_bytes)}: give all the same host_pool"
-                )
-        if hello.geometry is None:
-            return ""
-        for device, cost in hello.geometry.extent_bytes.items():
-            others = {
-                i.hello.name: i.hello.geometry.floor * i.cost[device]
-                for p, i in self.instances.items()
-                if p != peer and i.hello.geometry is not None and device in i.cost
-            }
-            floor = hello.geometry.floor * cost
-            room = hello.devices.get(device, 0) - hello.margin_bytes
-            room -= sum(i.base_bytes.get(device, 0) for i in self.instances.values())
-            if floor + sum(others.values()) > room:
-                held = ", ".join(f"{name} {format_bytes(size)}" for name, size in others.items())
-                return (
-                    f"the floor of {hello.name} ({format_bytes(floor)}) does not fit on {device}: "
-                    f"{format_bytes(room)} are shared and guaranteed to {held or 'nobody'}; "
-                    f"lower a floor or max_model_len, or enlarge the pool"
-                )
-        return ""
-
-    def _report(self, instance: _Instance, report: Report) -> None:
+    def _report(self, instance: Instance, report: Report) -> None:
         account = instance.account
         before, previous = account.held, account.report
         if not account.receive(report):
@@ -292,7 +227,7 @@ class Arbitration:
             )
             if book is None or not newer:
                 continue
-            least, most = self._bounds(reading.device)
+            least, most = bounds(self.instances, reading.device)
             book.read(reading, least_bytes=least, most_bytes=most)
             if reading.device in self._elected and not report.refused:
                 self._elected.discard(reading.device)
@@ -302,29 +237,15 @@ class Arbitration:
         elif not instance.order:
             instance.order = self._next_order()
 
-    def _bounds(self, device: str) -> tuple[int, int]:
-        """Least and most bytes that members can hold on `device` at this moment."""
-        least = most = 0
-        for instance in self.instances.values():
-            cost = instance.cost.get(device, 0)
-            account, base = instance.account, instance.base_bytes.get(device, 0)
-            measured = instance.hello.base_bytes is not None
-            most += base + account.booked * cost
-            if account.settled:
-                least += account.held * cost
-            else:
-                least += max(0, account.surely_held) * cost
-            least += base if measured else 0
-        return least, most
-
     def _leave(self, peer: str, now_s: float, effects: list[Effect]) -> None:
         instance = self.instances.pop(peer, None)
         if instance is None:
             return
         effects.append(Note(f"{instance.hello.name} (pid {instance.hello.pid}) left"))
         effects.extend((StopTimer(f"reclaim:{peer}"), StopTimer(f"allow:{peer}")))
-        for device in self.devices:
-            gone = instance.account.held * instance.cost.get(device, 0)
+        for device in instance.hello.devices:
+            # It may have spent its allowance to the full before it could report so.
+            gone = instance.account.booked * instance.cost.get(device, 0)
             self.devices[device].leave(gone + instance.base_bytes.get(device, 0))
             self.devices[device].capped = False
         self._read_wait_s = 0.0
@@ -333,23 +254,35 @@ class Arbitration:
 
     def _timer_fired(self, event: TimerFired, effects: list[Effect]) -> None:
         name, _, peer = event.timer.partition(":")
-        if name == "linger" and not self.instances:
-            effects.append(Exit())
-        elif name == "read":
-            self._read_wait_s = min(2 * (self._read_wait_s or READ_WAIT_S), READ_WAIT_S_MAX)
-            self._elect(self._unsure_devices(), effects)
-            if self._unsure_devices():
-                effects.append(StartTimer("read", event.now_s + self._read_wait_s))
-            else:
-                self._read_wait_s = 0.0
-        elif name == "allow" and peer in self.instances:
-            self._allow_again(peer, event.now_s, effects)
-        elif name == "reclaim" and peer in self.instances:
-            instance = self.instances[peer]
-            instance.reclaim_timer = False
-            if self._owes(instance):
-                instance.late = True
-                effects.append(Note(f"{instance.hello.name} gives nothing back; asking others"))
+        match name:
+            case "linger":
+                if not self.instances:
+                    effects.append(Exit())
+            case "read":
+                self._read_again(event.now_s, effects)
+            case "allow":
+                if peer in self.instances:
+                    self._allow_again(peer, event.now_s, effects)
+            case "reclaim":
+                instance = self.instances.get(peer)
+                if instance is not None:
+                    instance.reclaim_timer = False
+                    if instance.owes:
+                        instance.late = True
+                        text = f"{instance.hello.name} gives nothing back; asking others"
+                        effects.append(Note(text))
+            case _:
+                raise LocalProtocolError(f"no timer is called {event.timer}")
+
+    def _read_again(self, now_s: float, effects: list[Effect]) -> None:
+        self._read_wait_s = min(2 * (self._read_wait_s or READ_WAIT_S), READ_WAIT_S_MAX)
+        self._read_round += 1
+        unsure = self._unsure_devices()
+        if unsure:
+            self._elect(unsure, effects)
+            effects.append(StartTimer("read", now_s + self._read_wait_s))
+        else:
+            self._read_wait_s = 0.0
 
     def _allow_again(self, peer: str, now_s: float, effects: list[Effect]) -> None:
         """Repeat the newest allowance while its receiver has not confirmed it."""
@@ -392,10 +325,10 @@ class Arbitration:
                     f"{device}: booked {booked} of {capacity} bytes, {booked_before} before",
                 )
 
-    def _claimant(self, peer: str, instance: _Instance) -> policy.Claimant:
+    def _claimant(self, peer: str, instance: Instance) -> policy.Claimant:
         geometry, account = instance.hello.geometry, instance.account
         report = account.report
-        starting = instance.hello.start_bytes if _wants_start(instance) else {}
+        starting = instance.hello.start_bytes if instance.wants_start else {}
         if starting and self._start_under_way(set(starting)):
             starting = {}
         if geometry is None:
@@ -423,19 +356,17 @@ class Arbitration:
             start_bytes=starting,
         )
 
-    def _capped(self, instance: _Instance) -> bool:
+    def _capped(self, instance: Instance) -> bool:
         return any(self.devices[device].capped for device in instance.cost)
 
     def _start_under_way(self, devices: set[str]) -> bool:
         """Whether another instance is loading on one of `devices`: one start at a time."""
         return any(
-            i.started
-            and i.hello.base_bytes is None
-            and any(i.hello.start_bytes.get(d) for d in devices)
+            i.loading and any(i.hello.start_bytes.get(d) for d in devices)
             for i in self.instances.values()
         )
 
-    def _allow(self, peer: str, instance: _Instance, now_s: float, effects: list[Effect]) -> None:
+    def _allow(self, peer: str, instance: Instance, now_s: float, effects: list[Effect]) -> None:
         extents = self._plan.allowance[peer]
         pressure = bool(self._plan.pressed & set(instance.cost))
         level = (extents, self.ceiling(instance), pressure)
@@ -460,17 +391,13 @@ class Arbitration:
             instance.allowance = allowance
             effects.append(Send(peer, allowance))
             effects.append(StartTimer(f"allow:{peer}", now_s + ANSWER_WAIT_S))
-        owes = self._owes(instance)
+        owes = instance.owes
         if owes and not instance.reclaim_timer and not instance.late:
             instance.reclaim_timer = True
             effects.append(StartTimer(f"reclaim:{peer}", now_s + self.reclaim_s))
         elif not owes and instance.reclaim_timer:
             instance.reclaim_timer = False
             effects.append(StopTimer(f"reclaim:{peer}"))
-
-    def _owes(self, instance: _Instance) -> bool:
-        account = instance.account
-        return account.held > account.allowance
 
     def _watch_devices(self, now_s: float, effects: list[Effect]) -> None:
         """While somebody waits and a device's figures may be stale, have it read."""
@@ -501,7 +428,9 @@ class Arbitration:
             if able:
                 self._elected.add(device)
                 self.counters["device_reads"] += 1
-                effects.append(Send(able[0], Elect(epoch=self.epoch, device=device)))
+                # Another one each time: the last may be stopped and never answer.
+                chosen = able[self._read_round % len(able)]
+                effects.append(Send(chosen, Elect(epoch=self.epoch, device=device)))
 
     # --- figures ---
 
@@ -512,7 +441,7 @@ class Arbitration:
         base = sum(i.base_bytes.get(device, 0) for i in self.instances.values())
         return book.total_bytes - margin - book.foreign_bytes - base
 
-    def ceiling(self, instance: _Instance) -> int:
+    def ceiling(self, instance: Instance) -> int:
         """Most extents `instance` could ever be allowed, alone on its devices."""
         geometry = instance.hello.geometry
         assert geometry is not None
@@ -529,7 +458,11 @@ class Arbitration:
     # --- looking at it ---
 
     def snapshot(self) -> dict[str, object]:
-        """Return books and members as plain data, bytes per device and extents per instance."""
+        """Return books and members as plain data, bytes per device and extents per instance.
+
+        An instance is found under its name; of equal names the later ones have `#2`, `#3`...
+        """
+        names = labels(self.instances)
         return {
             "epoch": self.epoch,
             "devices": {
@@ -544,10 +477,10 @@ class Arbitration:
                 for device, book in self.devices.items()
             },
             "instances": {
-                instance.hello.name: self._describe(peer, instance)
+                names[peer]: instance.describe(peer, self._plan.reason.get(peer, ""))
                 for peer, instance in self.instances.items()
             },
-            "waiting": [self.instances[p].hello.name for p in self._plan.waiting],
+            "waiting": [names[p] for p in self._plan.waiting if p in names],
             "counters": dict(self.counters),
         }
 
@@ -555,22 +488,6 @@ class Arbitration:
         return sum(
             getattr(i.account, figure) * i.cost.get(device, 0) for i in self.instances.values()
         )
-
-    def _describe(self, peer: str, instance: _Instance) -> dict[str, object]:
-        account, geometry = instance.account, instance.hello.geometry
-        return {
-            "incarnation": peer,
-            "pid": instance.hello.pid,
-            "held_extents": account.held,
-            "allowance_extents": account.allowance,
-            "held_bytes": {d: account.held * cost for d, cost in instance.cost.items()},
-            "base_bytes": instance.base_bytes,
-            "geometry": msgspec.to_builtins(geometry) if geometry is not None else None,
-            "report": msgspec.to_builtins(account.report),
-            "reason": self._plan.reason.get(peer, ""),
-            "late": instance.late,
-            "settings": instance.hello.settings,
-        }
 
     def check(self) -> None:
         """Raise InvariantViolation unless the books obey the conservation rules."""
@@ -588,7 +505,3 @@ class Arbitration:
         for device, book in self.devices.items():
             if book.foreign_bytes < 0:
                 raise InvariantViolation("foreign is never negative", device)
-
-
-def _wants_start(instance: _Instance) -> bool:
-    return not instance.started and any(instance.hello.start_bytes.values())

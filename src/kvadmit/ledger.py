@@ -77,11 +77,11 @@ class DeviceBook:
         """A rank was refused here: nothing more is granted before a newer reading."""
 
     def leave(self, held_bytes: int) -> None:
-        """An instance is gone; its bytes are foreign until the device shows them back."""
+        """Call the bytes of an instance that left foreign until the device shows them back."""
         self.foreign_bytes += held_bytes
 
     def claim(self, held_bytes: int) -> None:
-        """An instance unknown until now holds these bytes: they were foreign to the books."""
+        """Take bytes a new member holds out of the foreign ones, where they were until now."""
         self.foreign_bytes = max(0, self.foreign_bytes - held_bytes)
 
     def read(self, reading: DeviceReading, *, least_bytes: int, most_bytes: int) -> None:

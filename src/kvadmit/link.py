@@ -30,6 +30,9 @@ from kvadmit.messages import (
 Phase = Literal["lost", "greeting", "joined"]
 Call = Literal["start", "geometry", "ready"]
 
+ANSWER_WAIT_S = 2.0
+"""A hello or a report the arbiter has not confirmed is sent again after this long."""
+
 
 class ArbiterLink:
     """What this instance knows of its arbiter.
@@ -97,6 +100,9 @@ class ArbiterLink:
 
     def receive(self, message: ToInstance, held: int) -> Literal["", "hello", "report", "elect"]:
         """Apply a message; return what the instance now owes the arbiter."""
+        if self.phase == "lost":
+            self.stale_messages += 1
+            return ""
         match message:
             case Welcome():
                 if message.epoch < self.epoch:
@@ -117,7 +123,9 @@ class ArbiterLink:
                 if message.epoch < self.epoch:
                     self.stale_messages += 1
                     return ""
-                self.phase = "greeting"
+                # The arbiter does not know us any more: its revisions may begin anew.
+                self.phase, self.revision = "greeting", 0
+                self.allowance, self.blocked_revision = held, -1
                 return "hello"
             case Refused():
                 self.refusal = message.reason

@@ -121,7 +121,7 @@ class CallDriver(msgspec.Struct, frozen=True):
 
 
 class AwaitDevice(msgspec.Struct, frozen=True):
-    """Wait, off this thread, until the device has finished what is enqueued now; then DeviceIdle."""
+    """Wait off this thread until the device has finished what is enqueued; then DeviceIdle."""
 
     order: int
 
@@ -182,6 +182,8 @@ class Member:
             self.state[extent] = MAPPED
         self.enqueued = 0
         self.capturing = False
+        self.abandoned = False
+        """Whether the coordinator is gone; this process then ends after a grace."""
         self.stale_orders = 0
         self._newest_order = [0] * extents
         self._orders: dict[int, _Order] = {}
@@ -224,8 +226,11 @@ class Member:
                 reading = self._reading(event.free_bytes, event.total_bytes)
                 effects.append(Send(Headroom(rank=self.rank, reading=reading)))
             case CoordinatorLost():
+                self.abandoned = True
                 effects.append(StartTimer("exit", event.now_s + EXIT_GRACE_S))
             case TimerFired():
+                if event.timer != "exit" or not self.abandoned:
+                    raise LocalProtocolError(f"no timer is called {event.timer}")
                 effects.append(ExitProcess("the engine core closed its lease line"))
         self._advance(effects)
         return effects
@@ -292,7 +297,7 @@ class Member:
             raise LocalProtocolError(f"no driver call of order {event.order} is running")
         self._running = None
         order = self._orders[event.order]
-        kind, extents = order.calls.popleft()
+        kind, _ = order.calls.popleft()
         end = {"prepare": PREPARED, "commit": MAPPED}.get(kind, ABSENT)
         for extent in event.done:
             self.state[extent] = end
@@ -384,9 +389,7 @@ class Member:
             "device": self.device,
             "enqueued": self.enqueued,
             "capturing": self.capturing,
-            "extents": {
-                name: self.state.count(number) for number, name in enumerate(STATE_NAMES)
-            },
+            "extents": {name: self.state.count(number) for number, name in enumerate(STATE_NAMES)},
             "orders": {
                 number: {
                     "kind": order.grant.kind,

@@ -1,13 +1,19 @@
 """Orders the group has sent to its ranks, and which ranks still owe an answer.
 
-Owns: order numbers, one `Operation` per order, and what all answers together say. Must not
-know: what happens next (the group machine decides that).
+Owns: order numbers, one `Operation` per order, when an unanswered one is sent again, and
+what all answers together say. Must not know: what happens next (the group machine decides).
 """
 
 from __future__ import annotations
 
+from kvadmit.errors import RemoteProtocolError
 from kvadmit.extents import from_runs, to_runs
+from kvadmit.group_events import Effect, Note, SendAgent, StartTimer, StopTimer
 from kvadmit.messages import Answer, MapGrant, OrderKind
+
+ORDER_WAIT_S = 2.0
+"""An unanswered order is sent again after this long, then after twice as long, and so on."""
+ORDER_WAIT_S_MAX = 30.0
 
 
 class Operation:
@@ -78,23 +84,69 @@ class OrderBook:
         self.open_operations: dict[int, Operation] = {}
         self._last_order = 0
 
-    def open(self, kind: OrderKind, extents: list[int], fence: int) -> Operation:
-        """Number a new order for `extents`; it is open until every rank has answered."""
+    def send(
+        self,
+        kind: OrderKind,
+        extents: list[int],
+        now_s: float,
+        effects: list[Effect],
+        *,
+        fence: int = 0,
+        later: bool = False,
+    ) -> None:
+        """Give `extents` a new order and send it to every rank.
+
+        It stays open until every rank has answered. `later`: send it only after the longest
+        wait, since the ranks have just failed to do the same.
+        """
         self._last_order += 1
         grant = MapGrant(order=self._last_order, kind=kind, extents=to_runs(extents), fence=fence)
-        operation = Operation(grant, extents, self.ranks)
+        operation = Operation(grant, list(extents), self.ranks)
         self.open_operations[operation.order] = operation
-        return operation
+        operation.wait_s = ORDER_WAIT_S_MAX if later else ORDER_WAIT_S
+        effects.append(StartTimer(f"answer:{operation.order}", now_s + operation.wait_s))
+        if not later:
+            effects.extend(SendAgent(rank, grant) for rank in range(self.ranks))
 
-    def answer(self, rank: int, answer: Answer) -> Operation | None:
-        """Note an answer; return the operation once this was the last one it waited for."""
+    def send_again(
+        self, order: int, lost_ranks: set[int], now_s: float, effects: list[Effect]
+    ) -> int:
+        """Repeat an order to the ranks that owe its answer; return how many those are."""
+        operation = self.open_operations.get(order)
+        if operation is None:
+            return 0
+        waiting = sorted(operation.waiting_ranks - lost_ranks)
+        if operation.wait_s == ORDER_WAIT_S:
+            ranks = ", ".join(map(str, waiting))
+            text = (
+                f"no answer to {operation.kind} {order} from rank {ranks} "
+                f"after {operation.wait_s:.0f} s; asking again"
+            )
+            effects.append(Note("warning", text))
+        operation.wait_s = min(2 * operation.wait_s, ORDER_WAIT_S_MAX)
+        effects.append(StartTimer(f"answer:{order}", now_s + operation.wait_s))
+        effects.extend(SendAgent(rank, operation.grant) for rank in waiting)
+        return len(waiting)
+
+    def answer(self, rank: int, answer: Answer, effects: list[Effect]) -> Operation | None:
+        """Note an answer; return the operation once this was the last one it waited for.
+
+        Raises RemoteProtocolError, changing nothing, for an answer to another order than ours.
+        """
         operation = self.open_operations.get(answer.order)
         if operation is None or rank in operation.answers:
             return None
+        named = {*from_runs(answer.done), *from_runs(answer.partial)}
+        if answer.kind != operation.kind or not named <= set(operation.extents):
+            raise RemoteProtocolError(
+                f"rank {rank} answers {operation.kind} {operation.order} of "
+                f"{operation.grant.extents} as {answer.kind} of {answer.done} {answer.partial}"
+            )
         operation.answers[rank] = answer
         if operation.waiting_ranks:
             return None
         del self.open_operations[answer.order]
+        effects.append(StopTimer(f"answer:{answer.order}"))
         return operation
 
     @property

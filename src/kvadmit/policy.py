@@ -93,11 +93,12 @@ class _Planner:
         self.claimants = {c.id: c for c in claimants}
         self.floor = _scaled_floors(devices, claimants)
         self.available = {d: view.capacity_bytes for d, view in devices.items()}
+        self.booked = {c.id: c.booked for c in claimants}
         self.reserved = dict.fromkeys(devices, 0)
         for c in claimants:
             for device, cost in c.cost.items():
                 self.available[device] -= c.booked * cost
-                self.reserved[device] += max(0, self.floor[c.id] - c.booked) * cost
+                self.reserved[device] += self._unfilled(c) * cost
         for device, view in devices.items():
             if view.capped:
                 self.available[device] = min(self.available[device], 0)
@@ -157,18 +158,26 @@ class _Planner:
     def _grant(self, c: Claimant) -> None:
         """Allow `c` its whole need; bytes booked for it already cost nothing more."""
         goal = self._goal(c)
-        extra = max(0, goal - c.booked)
-        filled = max(0, min(goal, self.floor[c.id]) - c.booked)
-        for device, cost in c.cost.items():
-            self.available[device] -= extra * cost
-            self.reserved[device] -= filled * cost
+        self._book(c, goal)
         self.plan.allowance[c.id] = goal
         self.plan.reason[c.id] = "need"
         self.granted.add(c.id)
 
+    def _book(self, c: Claimant, extents: int) -> None:
+        """Count `c` for `extents` in all, if it is not counted for as many already."""
+        before, unfilled = self.booked[c.id], self._unfilled(c)
+        self.booked[c.id] = max(before, extents)
+        for device, cost in c.cost.items():
+            self.available[device] -= (self.booked[c.id] - before) * cost
+            self.reserved[device] -= (unfilled - self._unfilled(c)) * cost
+
+    def _unfilled(self, c: Claimant) -> int:
+        """Return the extents of its floor that `c` is not counted for yet."""
+        return max(0, self.floor[c.id] - self.booked[c.id])
+
     def _room(self, c: Claimant, device: str) -> int:
         """Bytes `c` may still take on `device`: all but other instances' unfilled floors."""
-        own = max(0, self.floor[c.id] - c.booked) * c.cost[device]
+        own = self._unfilled(c) * c.cost[device]
         return self.available[device] - (self.reserved[device] - own)
 
     # --- rule 2 ---
@@ -280,22 +289,21 @@ class _Planner:
         unmet: list[Claimant] = []
         while open_ids:
             c = self.claimants[min(open_ids, key=lambda i: (self._bytes_held(i), i))]
-            missing = wanting[c.id] - self.plan.allowance[c.id]
+            allowed = self.plan.allowance[c.id]
+            missing = wanting[c.id] - allowed
             chunk = max(1, missing // 4) if len(open_ids) > 1 else missing
-            extra = max(0, self.plan.allowance[c.id] + chunk - c.booked)
             fits = min((self._room(c, d) // cost for d, cost in c.cost.items()), default=0)
-            if extra > fits:
-                chunk -= extra - max(0, fits)
-                extra = max(0, fits)
+            most = self.booked[c.id] + max(0, fits)
+            if allowed + chunk > most:
                 open_ids.discard(c.id)
                 unmet.append(c)
-            if chunk <= 0:
+            goal = min(allowed + chunk, most)
+            if goal <= allowed:
                 continue
-            for device, cost in c.cost.items():
-                self.available[device] -= extra * cost
-            self.plan.allowance[c.id] += chunk
+            self._book(c, goal)
+            self.plan.allowance[c.id] = goal
             self.plan.reason[c.id] = "want"
-            if self.plan.allowance[c.id] >= wanting[c.id]:
+            if goal >= wanting[c.id]:
                 open_ids.discard(c.id)
         for c in unmet:
             self._tax_idle(c, wanting[c.id] - self.plan.allowance[c.id])

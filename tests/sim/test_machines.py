@@ -49,6 +49,8 @@ def faults_of(seed: int) -> Faults:
         delay_s=draw.choice([0.002, 0.05]),
         prepare_refused=draw.choice([0, 0.05]),
         commit_failed=draw.choice([0, 0.05]),
+        prepare_failed=draw.choice([0, 0, 0.05]),
+        release_failed=draw.choice([0, 0, 0.02]),
         crashes=draw.choice([0, 1, 3]),
         arbiter_crashes=draw.choice([0, 1, 2]),
         foreign=draw.choice([0, 0, 4]),

@@ -14,6 +14,7 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 
@@ -34,6 +35,7 @@ from kvadmit.messages import (
     ToInstance,
 )
 from kvadmit.port import Ceiling, Limit, PoolLevels, PoolReturned, Resident
+from kvadmit.states import PREPARING
 
 MIB = 1 << 20
 
@@ -46,7 +48,11 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     delay_s: float = 0.002
     """Largest delay of a message; each draws its own, so messages overtake each other."""
     prepare_refused: float = 0.0
+    prepare_failed: float = 0.0
+    """A prepare fails, and not for want of room."""
     commit_failed: float = 0.0
+    release_failed: float = 0.0
+    """An abort or decommit fails and changes nothing."""
     crashes: int = 0
     arbiter_crashes: int = 0
     foreign: int = 0
@@ -119,14 +125,14 @@ class SimRank:
                 case member.CallDriver():
                     self._call(effect)
                 case member.AwaitDevice():
-                    world.after(0.001, self._alive(lambda o=effect.order: self._idle(o)))
+                    world.after(0.001, self._alive(partial(self._idle, effect.order)))
                 case member.Send():
-                    world.deliver(self._alive(lambda m=effect.message: self._answer(m)))
+                    world.deliver(self._alive(partial(self._answer, effect.message)))
                 case member.ReadNow():
                     read = member.ReadDone(
                         world.now_s, self.device.free_bytes, self.device.total_bytes
                     )
-                    world.after(0.0, self._alive(lambda r=read: self.feed(r)))
+                    world.after(0.0, self._alive(partial(self.feed, read)))
                 case _:
                     raise AssertionError(f"a live coordinator never causes {effect}")
         self.member.check()
@@ -164,6 +170,10 @@ class SimRank:
 
     def _drive(self, call: member.CallDriver) -> tuple[tuple[int, ...], tuple[int, ...], str, bool]:
         world, extents = self.instance.world, call.extents
+        if call.kind == "prepare" and world.chance(world.faults.prepare_failed):
+            return (), (), "no such handle type", False
+        if call.kind in ("abort", "decommit") and world.chance(world.faults.release_failed):
+            return (), (), "the driver holds on", False
         match call.kind:
             case "prepare":
                 wanted = len(extents) * self.instance.extent_bytes
@@ -231,7 +241,7 @@ class SimPool:
         return bool(self.demand or len(self.used) > 1)
 
     def wake(self) -> None:
-        """An idle or parked engine applies orders at once."""
+        """Apply orders at once, as an idle or parked engine does."""
         if self.demand == 0:
             self._apply_orders()
             self._withdraw()
@@ -329,12 +339,11 @@ class SimInstance:
         world = self.world
         match effect:
             case group_events.SendAgent(rank, message):
-                world.deliver(lambda r=rank, m=message: self._to_rank(r, m))
+                world.deliver(partial(self._to_rank, rank, message))
             case group_events.SendArbiter(message):
-                link = self.link
-                world.deliver(lambda m=message, n=link: world.to_arbiter(self, n, m))
+                world.deliver(partial(world.to_arbiter, self, self.link, message))
             case group_events.ReadHere(device):
-                world.after(0.0, lambda d=world.devices[device]: self._read(d))
+                world.after(0.0, partial(self._read, world.devices[device]))
             case group_events.GivePool(order):
                 self.pool.orders.append(order)
                 world.after(0.0, lambda: self.pool.wake() if self.alive else None)
@@ -411,11 +420,12 @@ class SimInstance:
         """Every worker enqueues the step a little later, each in its own time."""
         for rank in self.ranks:
             self.world.after(
-                self.world.random.uniform(0.0, 0.01),
-                lambda r=rank: (
-                    r.feed(member.StepEnqueued(self.world.now_s, step)) if self.alive else None
-                ),
+                self.world.random.uniform(0.0, 0.01), partial(self._enqueued, rank, step)
             )
+
+    def _enqueued(self, rank: SimRank, step: int) -> None:
+        if self.alive:
+            rank.feed(member.StepEnqueued(self.world.now_s, step))
 
     # --- the truth ---
 
@@ -440,8 +450,7 @@ class SimInstance:
         self.alive = False
         for rank in self.ranks:
             self.world.after(
-                self.world.random.uniform(0.0, 0.2),
-                lambda r=rank: r.device.holders.pop(r, None),
+                self.world.random.uniform(0.0, 0.2), partial(rank.device.holders.pop, rank, None)
             )
 
 
@@ -455,7 +464,7 @@ class World:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.events = 0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._tickets = 0
         self.devices = {name: Device(name, size) for name, size in shape.devices.items()}
         self.epoch = 0
@@ -469,11 +478,11 @@ class World:
 
     # --- time and links ---
 
-    def at(self, at_s: float, action: Callable[[], None]) -> None:
+    def at(self, at_s: float, action: Callable[[], object]) -> None:
         """Run `action` at a virtual time."""
         heapq.heappush(self._heap, (max(at_s, self.now_s), self.next_ticket(), action))
 
-    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+    def after(self, delay_s: float, action: Callable[[], object]) -> None:
         """Run `action` after a virtual delay."""
         self.at(self.now_s + delay_s, action)
 
@@ -517,12 +526,16 @@ class World:
             instance.feed(group_events.ArbiterFound(self.now_s))
 
     def _lose_arbiter(self, instance: SimInstance) -> None:
-        """A shell reports the loss of a channel once, and before it reports the next one."""
+        """Report the loss of a channel as a shell does: once, and before the next one is found."""
         if instance.alive and instance.group.link.phase != "lost":
             instance.feed(group_events.ArbiterLost(self.now_s))
 
+    def _channel_closed(self, instance: SimInstance, link: int) -> None:
+        if instance.link == link:
+            self._lose_arbiter(instance)
+
     def to_arbiter(self, instance: SimInstance, link: int, message: ToArbiter) -> None:
-        """A message of a closed channel arrives nowhere."""
+        """Hand over a message, unless its channel is closed by now."""
         if instance.alive and instance.link == link and self.arbiter is not None:
             self.peers[instance.peer] = (instance, link)
             self._feed_arbiter(arbitration.PeerSent(self.now_s, instance.peer, message))
@@ -533,7 +546,7 @@ class World:
             match effect:
                 case arbitration.Send(peer, message):
                     instance, link = self.peers[peer]
-                    self.deliver(lambda i=instance, n=link, m=message: self._to_instance(i, n, m))
+                    self.deliver(partial(self._to_instance, instance, link, message))
                 case arbitration.StartTimer(timer, at_s):
                     self._start_arbiter_timer(timer, at_s)
                 case arbitration.StopTimer(timer):
@@ -574,11 +587,11 @@ class World:
         self._kill(self.random.choice(alive))
 
     def fail_start(self, instance: SimInstance) -> None:
-        """An engine whose prefix was refused exits and is started again."""
+        """End an engine whose prefix was refused; it is started again."""
         self._kill(instance)
 
     def require_foreign(self, device: Device) -> None:
-        """A refused prefix is only excused by memory the books cannot know of."""
+        """Excuse a refused prefix only by memory the books cannot know of."""
         if not device.foreign_bytes and not any(
             not rank.instance.alive for rank in device.holders if isinstance(rank, SimRank)
         ):
@@ -613,7 +626,7 @@ class World:
             instance.link += 1
             self.after(
                 self.random.uniform(0.0, 0.01),
-                lambda i=instance, n=instance.link: self._lose_arbiter(i) if i.link == n else None,
+                partial(self._channel_closed, instance, instance.link),
             )
         self.after(self.random.uniform(0.02, 0.3), self._revive_arbiter)
 
@@ -622,7 +635,7 @@ class World:
             self.start_arbiter()
 
     def move_foreign(self) -> None:
-        """A process outside the group takes free memory or gives its own back."""
+        """Let a process outside the group take free memory or give its own back."""
         device = self.random.choice(list(self.devices.values()))
         if device.foreign_bytes:
             device.foreign_bytes = 0
@@ -730,22 +743,22 @@ class World:
     # --- what no machine can check alone ---
 
     def _check_books(self) -> None:
-        """The arbiter never counts an instance for less than it really holds."""
+        """Require that the arbiter counts nobody for less than it really holds."""
         assert self.arbiter is not None
         for peer, record in self.arbiter.instances.items():
             known = self.peers.get(peer)
             if known is None or not known[0].alive or not record.reported:
                 continue
             instance = known[0]
-            if instance.group.held > record.account.booked:
+            if instance.group.states.held > record.account.booked:
                 raise InvariantViolation(
                     "I1 nobody holds more than it is booked for",
-                    f"{peer} holds {instance.group.held}, booked {record.account.booked}",
+                    f"{peer} holds {instance.group.states.held}, booked {record.account.booked}",
                 )
 
     def _check_allowance(self, instance: SimInstance) -> None:
         """No PREPARE starts above the newest allowance seen."""
-        growing = instance.group.count[group.PREPARING]
-        link = instance.group.link
-        if growing and link.phase == "joined" and instance.group.held > instance.geometry.cap:
+        states, link = instance.group.states, instance.group.link
+        growing = states.count[PREPARING] and link.phase == "joined"
+        if growing and states.held > instance.geometry.cap:
             raise InvariantViolation("no growth above the cap", instance.peer)
