@@ -4,9 +4,9 @@ Owns: the channel and lease line to the arbiter, finding it again after a loss, 
 launch of its process. Must not know: what is said over the channel.
 
 Nobody can signal that a new arbiter exists, so after a failed try there is a pause, doubled
-each time up to PAUSE_S_MAX. The first try after a loss is made at once: whoever loses the
-race for the lock then finds the winner. Each connection has a routing id of its own, the
-incarnation and a count, since identities are never reused.
+each time up to PAUSE_S_MAX. The first try after the loss of a sound arbiter is made at once:
+whoever loses the race for the lock then finds the winner. Each connection has a routing id of
+its own, the incarnation and a count, since identities are never reused.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ from kvadmit.errors import KvAdmitError, PeerLostError, PeerTimeoutError, Remote
 from kvadmit.lease import LeaseClient, LeaseLine
 from kvadmit.messages import Header, Message, Refused, Status, StatusQuery, ToArbiter
 from kvadmit.outbox import ChannelCounters
-from kvadmit.rundir import RunDir, new_incarnation
+from kvadmit.processes import is_stopped
+from kvadmit.rundir import ArbiterLock, RunDir, new_incarnation
 
 LAUNCH_WAIT_S = 15.0
 """A Python process on a busy host takes seconds to start at worst."""
 PAUSE_S_MIN = 0.02
 PAUSE_S_MAX = 1.0
+SOUND_S = 2.0
+"""An arbiter that lived this long does not fail at start: its successor is not waited for."""
 STATUS_WAIT_S = 5.0
 LOG_BYTES_MAX = 1 << 20
 
@@ -115,11 +118,12 @@ class ArbiterChannel:
             except KvAdmitError as error:
                 self._on_trouble(error)
             else:
+                found_s = time.monotonic()
                 self._on_found()
                 await self._closed.wait()
-                if self.counters.received:
+                if time.monotonic() - found_s > SOUND_S:
                     pause_s = PAUSE_S_MIN
-                    continue  # it was a good one: look for its successor at once
+                    continue  # it was a sound one: look for its successor at once
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
@@ -236,8 +240,17 @@ def ask_status(run: RunDir, timeout_s: float = STATUS_WAIT_S) -> dict[str, objec
     """Return the snapshot of the arbiter of `run`; for threads without a loop.
 
     Raises PeerLostError when there is no arbiter, PeerTimeoutError when it does not answer
-    (stopped), VersionError when it is of another release.
+    (saying so if it is stopped), VersionError when it is of another release.
     """
+    try:
+        return _ask_status(run, timeout_s)
+    except PeerTimeoutError as error:
+        pid = ArbiterLock(run).holder()
+        what = "is stopped and cannot" if is_stopped(pid) else "does not"
+        raise PeerTimeoutError(f"arbiter (pid {pid})", f"{what} answer", timeout_s) from error
+
+
+def _ask_status(run: RunDir, timeout_s: float) -> dict[str, object]:
     epoch = run.epoch()
     if not epoch:
         raise PeerLostError("arbiter", f"none has run in {run.path}")

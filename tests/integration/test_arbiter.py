@@ -147,7 +147,7 @@ def test_status_is_for_any_tool_with_a_lease(run_dir: Path) -> None:
         pid = arbiter_pid(run_dir)
         os.kill(pid, signal.SIGSTOP)
         try:
-            with pytest.raises(PeerTimeoutError):
+            with pytest.raises(PeerTimeoutError, match=rf"\(pid {pid}\): is stopped"):
                 ask_status(run, 0.3)
         finally:
             os.kill(pid, signal.SIGCONT)

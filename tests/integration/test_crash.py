@@ -32,6 +32,8 @@ from integration.cluster import (
 from integration.test_two_instances import books, wait_books_equal
 from kvadmit.agent import EXIT_CODE
 from kvadmit.processes import is_stopped
+from kvadmit.rendezvous import log_path
+from kvadmit.rundir import RunDir
 
 
 @contextmanager
@@ -106,6 +108,33 @@ def test_a_frozen_worker_pauses_its_own_group_only(run_dir: Path) -> None:
             os.kill(frozen.pid, signal.SIGCONT)
         alpha.pool.wait_resident(8)
         assert alpha.counters["allocation_misses"] == 0
+
+
+def test_who_does_not_give_back_is_passed_over(run_dir: Path) -> None:
+    """A frozen worker cannot unmap: after `reclaim_s` the next victim is asked."""
+    frozen = Engine(run_dir, "frozen", processes=True, idle_decay_s=60)
+    willing = Engine(run_dir, "willing", idle_decay_s=60)
+    claimant = Engine(run_dir, "claimant")
+    with running(frozen, willing, claimant):
+        for engine, extents in ((frozen, 30), (willing, 24)):
+            engine.pool.use(extents)
+            engine.pool.wait_resident(extents)
+            engine.pool.rest()
+        worker: WorkerProcess = frozen.ranks[0]
+        os.kill(worker.pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: is_stopped(worker.pid), "frozen")
+            claimant.pool.use(28)
+            claimant.pool.wait_resident(28)
+            assert "frozen gives nothing back; asking others" in arbiter_log(run_dir)
+            assert not frozen.lost.is_set()
+        finally:
+            os.kill(worker.pid, signal.SIGCONT)
+        wait_books_equal(run_dir, frozen, willing, claimant)
+
+
+def arbiter_log(run_dir: Path) -> str:
+    return log_path(RunDir.open(str(run_dir))).read_text()
 
 
 def _waiting_ranks(engine: Engine) -> list[int]:
