@@ -35,7 +35,7 @@ def _restart(self: Any) -> None:
 def restart(coordinator: Any, admission: Any) -> None:
     """Forget the samples seen so far. The scheduler's thread."""
     from kvadmit.admission import WaitHistogram
-    from kvadmit.coordinator import Histogram
+    from kvadmit.observe import Histogram
 
     admission.wait, admission.wait_moving = WaitHistogram(), WaitHistogram()
     coordinator._histograms = {name: Histogram() for name in coordinator._histograms}

@@ -98,9 +98,11 @@ class Instance:
         self._say(RunFinished(levels=self._levels, counted=counted, probes=self._probed))
 
     async def _sample(self) -> None:
+        """Take levels at whole multiples of the interval: all instances at the same moments."""
+        interval_s = self._spec.sample_s
         while True:
             self._levels.append(await self._engine.level())
-            await asyncio.sleep(self._spec.sample_s)
+            await asyncio.sleep(interval_s - time.monotonic() % interval_s)
 
     async def _client(self, request: Request) -> None:
         await asyncio.sleep(request.at_s)

@@ -7,6 +7,7 @@ the other, under the line of the pool; below, waiting requests.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ def draw(path: Path, result: Json, samples: Json, engine: str, scenario: str) ->
     grid[1][0].set_xlim(left=0)
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(title(result, engine, scenario), fontsize=12, x=0.01, ha="left")
+    heading = "\n".join(textwrap.wrap(title(result, engine, scenario), 60 * len(policies)))
+    figure.suptitle(heading, fontsize=12, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -63,12 +63,14 @@ def share_bytes(setup: Setup) -> int:
 
 def _arguments(setup: Setup, policy: str, name: str, run_dir: str) -> dict[str, Any]:
     memory = _memory(setup, policy, name, run_dir)
-    if setup.engine == "sim":
+    if setup.engine == "sim":  # see sim_engine
         return {
             "tp": setup.tp,
             "block_tokens": setup.block_tokens,
             "max_model_len": setup.max_model_len,
             "max_num_seqs": setup.max_num_seqs,
+            "pool_bytes": setup.pool_bytes,
+            "run_dir": run_dir,
             **memory,
         }
     return {
