@@ -49,6 +49,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "lease",
         "rundir",
         "rendezvous",
+        "ranks",
+        "pending",
         "processes",
         "timers",
         "postmortem",

@@ -12,7 +12,6 @@ import asyncio
 import concurrent.futures
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,6 @@ import msgspec
 import uvloop
 
 from kvadmit import group_events as events
-from kvadmit.channel import AsyncRouter
 from kvadmit.config import Settings
 from kvadmit.errors import (
     CapacityError,
@@ -29,24 +27,17 @@ from kvadmit.errors import (
     LocalProtocolError,
     PeerLostError,
     PeerTimeoutError,
-    ProtocolError,
-    RemoteProtocolError,
     UnsupportedError,
     VersionError,
 )
 from kvadmit.geometry import ExtentPlan
 from kvadmit.group import Group
 from kvadmit.host_pool import HostPool
-from kvadmit.lease import LeaseServer
 from kvadmit.link import Call
 from kvadmit.messages import (
-    AgentHello,
     Allowance,
-    Answer,
     DeviceReading,
     Elect,
-    Header,
-    Headroom,
     Hello,
     Message,
     Refused,
@@ -57,9 +48,11 @@ from kvadmit.messages import (
     Welcome,
 )
 from kvadmit.observe import Histogram, Trace
+from kvadmit.pending import PendingCalls
 from kvadmit.port import PoolEvent, PoolLevels, PoolPort
 from kvadmit.postmortem import write_trace
-from kvadmit.processes import ProcessWatch, is_stopped
+from kvadmit.processes import ProcessWatch, end_this_process, is_stopped
+from kvadmit.ranks import RankChannels
 from kvadmit.rendezvous import ArbiterChannel
 from kvadmit.rundir import InstanceClaim, RunDir, new_incarnation
 from kvadmit.timers import LoopTimers
@@ -73,9 +66,6 @@ CALL_SLACK_S = 5.0
 BYE_WAIT_S = 1.0
 STOP_WAIT_S = 10.0
 STATUS_WAIT_S = 5.0
-DEATH_GRACE_S = 5.0
-"""After its front end died an engine has this long to end by itself (design: 15 s in all)."""
-DEATH_EXIT_CODE = 71
 HOST_POOL_FILE = "host.pool"
 CHECK_VARIABLE = "KVADMIT_CHECK"
 """Set in the environment: the machine checks itself after every event (the tests do)."""
@@ -131,26 +121,17 @@ class Coordinator:
         self._trace = Trace()
         self._checking = bool(os.environ.get(CHECK_VARIABLE))
         self._histograms = {"grow_latency_s": Histogram(), "grant_wait_s": Histogram()}
-        self._settled: dict[Call, concurrent.futures.Future[None]] = {
-            "start": concurrent.futures.Future(),
-            "geometry": concurrent.futures.Future(),
-            "ready": concurrent.futures.Future(),
-        }
-        self._greeted: concurrent.futures.Future[None] = concurrent.futures.Future()
-        """Done with the arbiter's first word."""
+        # "greeting" is settled by the arbiter's first word, the others by the machine.
+        self._calls = PendingCalls("greeting", "start", "geometry", "ready")
         self._run: RunDir | None = None
         self._claim: InstanceClaim | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_asked: asyncio.Event | None = None
         self._timers: LoopTimers | None = None
-        self._leases: LeaseServer | None = None
-        self._router: AsyncRouter | None = None
+        self._ranks: RankChannels | None = None
         self._arbiter: ArbiterChannel | None = None
         self._watches: list[ProcessWatch] = []
-        self._agents: dict[str, int] = {}
-        """Agent's incarnation -> rank."""
-        self._peers: dict[int, str] = {}
         self._pool_woken = False
         self._engine_lost = ""
         self._ending = False
@@ -176,8 +157,8 @@ class Coordinator:
         )
         self._thread.start()
         try:
-            self._greeted.result(FIND_WAIT_S)
-        except TimeoutError:
+            self._calls.wait("greeting", FIND_WAIT_S)
+        except PeerTimeoutError:
             self.stop()
             what = f"answer ({self._arbiter_trouble or 'silent'})"
             raise PeerTimeoutError("arbiter", what, FIND_WAIT_S) from None
@@ -287,11 +268,7 @@ class Coordinator:
             self._claim.release()
 
     def _wait_settled(self, call: Call) -> None:
-        wait_s = self.settings.start_wait_s + CALL_SLACK_S
-        try:
-            self._settled[call].result(wait_s)
-        except TimeoutError:
-            raise PeerTimeoutError("coordinator", f"settle {call}", wait_s) from None
+        self._calls.wait(call, self.settings.start_wait_s + CALL_SLACK_S)
 
     def _post(self, make: Callable[[float], events.Event]) -> None:
         """Have the machine take an event that `make(now_s)` builds on the loop's thread."""
@@ -335,14 +312,15 @@ class Coordinator:
             error = reason
         self._loop = None
         if error is None:
-            self._fail_calls(PeerLostError("coordinator", "it has stopped"))
+            self._calls.fail(PeerLostError("coordinator", "it has stopped"))
             return
         logger.critical("coordinator failed", exc_info=error)
         if self._run is not None:
             write_trace(self._trace, self._run.path, "coordinator")
-        if isinstance(error, KvAdmitError):
-            self._fail_calls(error)
-        self._lose_engine(f"coordinator failed: {error}")
+        text = f"coordinator failed: {error}"
+        lost = error if isinstance(error, KvAdmitError) else PeerLostError("coordinator", text)
+        self._calls.fail(lost)
+        self._lose_engine(text)
 
     async def _main(self) -> None:
         assert self._run is not None
@@ -369,20 +347,16 @@ class Coordinator:
             await self._close_channels()
 
     def _open_channels(self, run: RunDir) -> None:
-        self._leases = LeaseServer(
-            run.agents_lease(self.incarnation),
+        self._ranks = RankChannels(
+            run,
             self.incarnation,
-            on_peer=lambda peer, pid: None,
-            on_lost=self._agent_lost,
+            self._devices,
+            on_joined=lambda hello: self._step(events.AgentJoined(time.monotonic(), hello)),
+            on_sent=lambda rank, message: self._step(
+                events.AgentSent(time.monotonic(), rank, message)
+            ),
+            on_lost=lambda rank: self._step(events.AgentLost(time.monotonic(), rank)),
         )
-        self._router = AsyncRouter(
-            run.agents_endpoint(self.incarnation),
-            self.incarnation,
-            on_message=self._agent_sent,
-            on_bad=self._agent_bad,
-            has_lease=self._leases.__contains__,
-        )
-        self._leases.start()
         self._arbiter = ArbiterChannel(
             run,
             self.incarnation,
@@ -406,10 +380,8 @@ class Coordinator:
             self._timers.close()
         if self._arbiter is not None:
             await self._arbiter.leave()
-        if self._router is not None:
-            self._router.close()
-        if self._leases is not None:
-            self._leases.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _ask_stop(self) -> None:
         assert self._stop_asked is not None
@@ -433,69 +405,24 @@ class Coordinator:
             if not _overtaken(collected, position):
                 self._step(events.PoolSent(time.monotonic(), event))
 
-    def _agent_sent(self, peer: str, header: Header, message: Message) -> None:
-        try:
-            match message:
-                case AgentHello():
-                    self._agent_joined(peer, message)
-                case Answer() | Headroom():
-                    rank = self._agents.get(peer)
-                    if rank is None or rank != message.rank:
-                        raise RemoteProtocolError(f"{peer} answered as rank {message.rank}")
-                    self._step(events.AgentSent(time.monotonic(), rank, message))
-                case _:
-                    raise RemoteProtocolError(f"unexpected {type(message).__name__}")
-        except ProtocolError as error:
-            self._agent_bad(peer, error)
-
-    def _agent_joined(self, peer: str, hello: AgentHello) -> None:
-        rank = hello.rank
-        if not 0 <= rank < len(self._devices) or self._devices[rank] != hello.device:
-            raise RemoteProtocolError(
-                f"pid {hello.pid} greets as rank {rank} on {hello.device}; "
-                f"the ranks' devices are {', '.join(self._devices)}"
-            )
-        if rank in self._peers:
-            raise RemoteProtocolError(f"pid {hello.pid} greets as rank {rank}, which is here")
-        self._agents[peer] = rank
-        self._peers[rank] = peer
-        self._step(events.AgentJoined(time.monotonic(), hello))
-
-    def _agent_bad(self, peer: str, error: KvAdmitError) -> None:
-        logger.error("agent %s is dropped: %s", peer, error)
-        if self._leases is not None:
-            self._leases.drop(peer)
-        self._agent_lost(peer)
-
-    def _agent_lost(self, peer: str) -> None:
-        if self._router is not None:
-            self._router.forget(peer)
-        rank = self._agents.pop(peer, None)
-        if rank is not None:
-            # The rank stays taken: a worker that lost its agent cannot get another one.
-            self._step(events.AgentLost(time.monotonic(), rank))
-
     def _arbiter_sent(self, message: Message) -> None:
         if isinstance(message, Status) or not isinstance(message, _FROM_ARBITER):
             logger.error("unexpected %s from the arbiter", type(message).__name__)
             return
         self._arbiter_trouble = ""
         self._step(events.ArbiterSent(time.monotonic(), message))
-        if not self._greeted.done():
-            if isinstance(message, Refused):
-                expected = message.code == CapacityError.code
-                refusal = CapacityError if expected else UnsupportedError
-                self._greeted.set_exception(refusal(message.reason))
-            else:
-                self._greeted.set_result(None)
+        if not self._calls.is_settled("greeting"):
+            self._calls.settle("greeting", _refusal_in(message))
 
     def _arbiter_failed(self, error: KvAdmitError) -> None:
         text = str(error)
         if text != self._arbiter_trouble:
-            logger.warning("arbiter: %s", text)
+            # A lost one is a matter of moments as a rule; it is replaced.
+            level = logging.INFO if isinstance(error, PeerLostError) else logging.WARNING
+            logger.log(level, "%s", text)
         self._arbiter_trouble = text
-        if isinstance(error, VersionError) and not self._greeted.done():
-            self._greeted.set_exception(UnsupportedError(f"another release is running: {text}"))
+        if isinstance(error, VersionError):
+            self._calls.settle("greeting", UnsupportedError(f"another release is running: {text}"))
 
     # --- effects ---
 
@@ -503,9 +430,8 @@ class Coordinator:
         assert self._timers is not None
         match effect:
             case events.SendAgent():
-                peer = self._peers.get(effect.rank)
-                if peer is not None and self._router is not None:
-                    self._router.send(peer, effect.message)
+                if self._ranks is not None:
+                    self._ranks.send(effect.rank, effect.message)
             case events.SendArbiter():
                 if self._arbiter is not None:
                     self._arbiter.send(effect.message)
@@ -548,34 +474,26 @@ class Coordinator:
             pool.close()
 
     def _settle(self, call: Call, error: str) -> None:
-        future = self._settled[call]
-        if future.done():
-            return
         if not error:
-            future.set_result(None)
+            self._calls.settle(call)
         elif call == "ready":
-            future.set_exception(PeerTimeoutError("agents", error))
+            self._calls.settle(call, PeerTimeoutError("agents", error))
         else:
-            future.set_exception(CapacityError(error))
+            self._calls.settle(call, CapacityError(error))
 
     def _lose_engine(self, reason: str) -> None:
         if self._engine_lost or self._ending:
             return
         self._engine_lost = reason
         logger.error("the engine cannot serve on: %s", reason)
-        self._fail_calls(PeerLostError("engine", reason))
+        self._calls.fail(PeerLostError("engine", reason))
         if self._on_engine_lost is not None:
             self._on_engine_lost(reason)
-
-    def _fail_calls(self, error: KvAdmitError) -> None:
-        for future in (self._greeted, *self._settled.values()):
-            if not future.done():
-                future.set_exception(error)
 
     # --- looking at it ---
 
     def _describe(self) -> dict[str, object]:
-        arbiter, router, leases = self._arbiter, self._router, self._leases
+        arbiter, ranks = self._arbiter, self._ranks
         pid = 0 if arbiter is None else arbiter.arbiter_pid
         return {
             "name": self.name,
@@ -592,11 +510,18 @@ class Coordinator:
             "counters": dict(self._group.counters),
             "histograms": {name: h.snapshot() for name, h in self._histograms.items()},
             "channels": {
-                "agents": None if router is None else msgspec.to_builtins(router.counters),
+                **({} if ranks is None else ranks.snapshot()),
                 "arbiter": None if arbiter is None else msgspec.to_builtins(arbiter.counters),
-                "leases": None if leases is None else msgspec.to_builtins(leases.counters),
             },
         }
+
+
+def _refusal_in(message: Message) -> KvAdmitError | None:
+    """Return the error that the arbiter's first word means, if it does."""
+    if not isinstance(message, Refused):
+        return None
+    expected = message.code == CapacityError.code
+    return CapacityError(message.reason) if expected else UnsupportedError(message.reason)
 
 
 def _overtaken(collected: list[PoolEvent], position: int) -> bool:
@@ -614,12 +539,3 @@ def _take_failure(failed: asyncio.Future[bool], context: Mapping[str, object]) -
         error = LocalProtocolError(str(context.get("message")))
     if not failed.done():
         failed.set_exception(error)
-
-
-def end_this_process() -> None:
-    """Ask this process to end (SIGTERM); DEATH_GRACE_S later end it."""
-    logger.error("the front end is gone; this engine ends")
-    killer = threading.Timer(DEATH_GRACE_S, os._exit, (DEATH_EXIT_CODE,))
-    killer.daemon = True
-    killer.start()
-    os.kill(os.getpid(), signal.SIGTERM)

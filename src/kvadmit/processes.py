@@ -1,16 +1,25 @@
-"""What the kernel says about other processes: whether one is stopped, and when one ends.
+"""Processes: whether one is stopped, when one ends, and how this one is made to end.
 
-Owns: pidfds and the reading of `/proc`. Must not know: what those processes are for.
+Owns: pidfds, the reading of `/proc`, the way out. Must not know: what processes are for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from kvadmit.descriptors import close_after_fork, close_quietly
+
+logger = logging.getLogger(__name__)
+
+DEATH_GRACE_S = 5.0
+"""After its front end died an engine has this long to end by itself (design: 15 s in all)."""
+DEATH_EXIT_CODE = 71
 
 
 def is_stopped(pid: int) -> bool:
@@ -49,3 +58,12 @@ class ProcessWatch:
     def _ended(self) -> None:
         self.close()
         self._on_end()
+
+
+def end_this_process() -> None:
+    """Ask this process to end (SIGTERM); DEATH_GRACE_S later end it."""
+    logger.error("the front end is gone; this engine ends")
+    killer = threading.Timer(DEATH_GRACE_S, os._exit, (DEATH_EXIT_CODE,))
+    killer.daemon = True
+    killer.start()
+    os.kill(os.getpid(), signal.SIGTERM)
