@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import uvloop
@@ -53,9 +54,10 @@ from kvadmit.port import PoolEvent, PoolLevels, PoolPort
 from kvadmit.postmortem import write_trace
 from kvadmit.processes import ProcessWatch, end_this_process, is_stopped
 from kvadmit.ranks import RankChannels
-from kvadmit.rendezvous import ArbiterChannel
+from kvadmit.rendezvous import ArbiterChannel, ask_status
 from kvadmit.rundir import InstanceClaim, RunDir, new_incarnation
 from kvadmit.timers import LoopTimers
+from kvadmit.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ CALL_SLACK_S = 5.0
 BYE_WAIT_S = 1.0
 STOP_WAIT_S = 10.0
 STATUS_WAIT_S = 5.0
+HOLDERS_WAIT_S = 2.0
 HOST_POOL_FILE = "host.pool"
 CHECK_VARIABLE = "KVADMIT_CHECK"
 """Set in the environment: the machine checks itself after every event (the tests do)."""
@@ -268,7 +271,18 @@ class Coordinator:
             self._claim.release()
 
     def _wait_settled(self, call: Call) -> None:
-        self._calls.wait(call, self.settings.start_wait_s + CALL_SLACK_S)
+        try:
+            self._calls.wait(call, self.settings.start_wait_s + CALL_SLACK_S)
+        except CapacityError as error:
+            raise CapacityError(f"{error}{self._holders()}") from None
+
+    def _holders(self) -> str:
+        """Return who holds what, for the end of an error; "" if the arbiter does not say."""
+        assert self._run is not None
+        try:
+            return _holders_in(ask_status(self._run, HOLDERS_WAIT_S), self.name)
+        except KvAdmitError:
+            return ""
 
     def _post(self, make: Callable[[float], events.Event]) -> None:
         """Have the machine take an event that `make(now_s)` builds on the loop's thread."""
@@ -522,6 +536,20 @@ def _refusal_in(message: Message) -> KvAdmitError | None:
         return None
     expected = message.code == CapacityError.code
     return CapacityError(message.reason) if expected else UnsupportedError(message.reason)
+
+
+def _holders_in(snapshot: Mapping[str, Any], but: str) -> str:
+    """Return what every instance `but` one holds, of what there is, as the end of a line."""
+    totals = ", ".join(
+        f"{name} {format_bytes(device['total_bytes'])}"
+        for name, device in sorted(snapshot["devices"].items())
+    )
+    held = ", ".join(
+        f"{name} {format_bytes(sum(one['held_bytes'].values()) + sum(one['base_bytes'].values()))}"
+        for name, one in sorted(snapshot["instances"].items())
+        if name != but
+    )
+    return f" (there is: {totals}; held by: {held or 'nobody else'})"
 
 
 def _overtaken(collected: list[PoolEvent], position: int) -> bool:

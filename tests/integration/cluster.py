@@ -241,15 +241,15 @@ class Engine:
         self.lost_reason = reason
         self.lost.set()
 
-    def greet(self) -> None:
+    def greet(self, start_bytes: dict[str, int] | None = None) -> None:
         """Take the first steps of a start: everything before the ranks."""
         self.coordinator.start()
-        self.coordinator.request_start({})
+        self.coordinator.request_start(start_bytes or {})
         self.coordinator.set_geometry(self.plan)
 
-    def start(self) -> Engine:
+    def start(self, start_bytes: dict[str, int] | None = None) -> Engine:
         try:
-            self.greet()
+            self.greet(start_bytes)
             for rank in range(len(self.plan.layouts)):
                 self.add_rank(rank)
             self.coordinator.wait_ready()

@@ -92,6 +92,20 @@ def test_a_floor_that_does_not_fit_is_refused_with_names(run_dir: Path) -> None:
         alpha.pool.wait_resident(POOL_EXTENTS)
 
 
+def test_a_start_that_finds_no_memory_says_who_holds_it(run_dir: Path) -> None:
+    alpha = Engine(run_dir, "alpha")
+    with running(alpha):
+        alpha.pool.use(POOL_EXTENTS)
+        alpha.pool.wait_resident(POOL_EXTENTS)
+        beta = Engine(run_dir, "beta", plan=make_plan(prefix=8, floor=8), start_wait_s=1.0)
+        with pytest.raises(CapacityError, match=r"held by: alpha 256KiB\)"):
+            beta.start()
+        gamma = Engine(run_dir, "gamma", start_wait_s=1.0)
+        with pytest.raises(CapacityError, match=r"held by: alpha 256KiB\)"):
+            gamma.start({"host": 40 * GRANULE_BYTES})
+        assert alpha.held == POOL_EXTENTS
+
+
 def test_three_with_extents_of_different_size(run_dir: Path) -> None:
     engines = [
         Engine(run_dir, f"pages{pages}", plan=make_plan(extents=POOL_EXTENTS // pages, pages=pages))
