@@ -78,6 +78,9 @@ ONLY_IMPORTERS: dict[str, tuple[str, ...]] = {
     "torch": ("vllm",),
     "vllm": ("vllm",),
     "uvloop": ("coordinator", "agent", "arbiter"),
+    "numpy": ("testing",),
+    "safetensors": ("testing",),
+    "tokenizers": ("testing",),
 }
 """Library -> the modules (or packages) that alone may import it."""
 
@@ -98,7 +101,9 @@ FORBIDDEN_IN_CORE = (
 )
 """A pure machine has no clock, socket, thread, driver or randomness of its own."""
 
-LIBRARIES = {"msgspec", "zmq", "uvloop", "torch", "vllm"}
+MODEL_FILES = {"numpy", "safetensors", "tokenizers"}
+"""What writes the tiny model's files; all of it comes with vLLM."""
+LIBRARIES = {"msgspec", "zmq", "uvloop", "torch", "vllm"} | MODEL_FILES
 """All that the package may import beside the standard library and itself."""
 
 

@@ -298,10 +298,10 @@ class Admission(Generic[B]):
             REFRESH_SLOW_S
         ):
             return levels != posted
-        changed = max(
-            abs(levels.need_total - posted.need_total), abs(levels.want_total - posted.want_total)
-        )
-        return changed * AHEAD_SHARE > levels.resident
+        # A want below what is resident asks for nothing, whatever it is.
+        want = max(levels.want_total, levels.resident) - max(posted.want_total, posted.resident)
+        need = levels.need_total - posted.need_total
+        return max(abs(want), abs(need)) * AHEAD_SHARE > levels.resident
 
     def _post(self, levels: PoolLevels, now_s: float) -> None:
         if levels.want_total <= levels.resident:

@@ -1,7 +1,7 @@
 """A model small enough to be made on the spot: config, random weights, byte tokenizer.
 
 Owns: the files vLLM loads a model from. Must not know: who serves it. No download; needs
-torch, safetensors and tokenizers, which come with vLLM.
+numpy, safetensors and tokenizers, which come with vLLM.
 
 Weights are random but not tiny, so that the best token leads by far more than rounding: two
 engines that compute the same thing in another batch order still choose the same tokens.
@@ -80,21 +80,23 @@ def make_model(directory: Path, model: TinyModel) -> Path:
 
 
 def _write_weights(path: Path, model: TinyModel) -> None:
-    import torch
-    from safetensors.torch import save_file
+    import numpy
+    from safetensors.numpy import save_file
 
-    generator = torch.Generator().manual_seed(model.seed)
+    generator = numpy.random.default_rng(model.seed)
 
-    def random(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) / columns**0.5
+    def random(rows: int, columns: int, scale: float = 1.0) -> object:
+        values = generator.standard_normal((rows, columns)) * scale / columns**0.5
+        return values.astype(numpy.float32)
+
+    def ones() -> object:
+        return numpy.ones(model.hidden, numpy.float32)
 
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    tensors = {
-        "model.embed_tokens.weight": torch.randn(
-            model.vocabulary, model.hidden, generator=generator
-        ),
-        "model.norm.weight": torch.ones(model.hidden),
-        "lm_head.weight": 4 * random(model.vocabulary, model.hidden),
+    tensors: dict[str, object] = {
+        "model.embed_tokens.weight": random(model.vocabulary, model.hidden, model.hidden**0.5),
+        "model.norm.weight": ones(),
+        "lm_head.weight": random(model.vocabulary, model.hidden, 4.0),
     }
     for layer in range(model.layers):
         name = f"model.layers.{layer}"
@@ -106,10 +108,10 @@ def _write_weights(path: Path, model: TinyModel) -> None:
             f"{name}.mlp.gate_proj.weight": random(model.intermediate, model.hidden),
             f"{name}.mlp.up_proj.weight": random(model.intermediate, model.hidden),
             f"{name}.mlp.down_proj.weight": random(model.hidden, model.intermediate),
-            f"{name}.input_layernorm.weight": torch.ones(model.hidden),
-            f"{name}.post_attention_layernorm.weight": torch.ones(model.hidden),
+            f"{name}.input_layernorm.weight": ones(),
+            f"{name}.post_attention_layernorm.weight": ones(),
         }
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    save_file(tensors, str(path))
 
 
 def _write_tokenizer(directory: Path) -> None:

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 import vllm
 from kvadmit.config import Settings
 from kvadmit.errors import ConfigError, UnsupportedError
-from kvadmit.vllm import gates, install, shapes
+from kvadmit.vllm import gates, shapes
 
 logger = logging.getLogger("vllm.kvadmit")
 
@@ -32,15 +32,18 @@ UTILIZATION = 0.01
 """What vLLM's start-up gate asks of the device; KV memory does not come out of it."""
 
 
-def wrap_create_engine_config(original: Any) -> Callable[..., Any]:
-    """Make the replacement of `EngineArgs.create_engine_config`."""
+def wrap_create_engine_config(original: Any, activate: Callable[[], None]) -> Callable[..., Any]:
+    """Make the replacement of `EngineArgs.create_engine_config`.
+
+    `activate` installs the other hooks, here and in processes that start from here on.
+    """
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         vllm_config = original(self, *args, **kwargs)
         settings = read_settings(vllm_config)
         if settings is not None and _may_run(vllm_config, settings):
             _apply(vllm_config, settings, self)
-            install.activate()
+            activate()
         return vllm_config
 
     return create_engine_config

@@ -1,6 +1,6 @@
 """Which attribute of vLLM is replaced, by what, and in which process.
 
-Owns: the replacing. Must not know: what a hook does. Everything here is idempotent, starts
+Owns: the list, by process. Must not know: what a hook does. Everything here is idempotent, starts
 nothing, and is inherited by a forked child as it is.
 
 Not enabled, exactly one attribute differs from stock: `EngineArgs.create_engine_config`.
@@ -15,30 +15,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+
+from kvadmit.vllm.replacing import replace
 
 ENVIRONMENT_MARK = "KVADMIT_ACTIVE"
 """Set to 1 for the children of a process that enabled kvadmit for any of its engines."""
-
-_MARK = "__kvadmit_original__"
-
-Make = Callable[[Any], Callable[..., Any]]
-
-
-def replace(owner: Any, name: str, make: Make) -> None:
-    """Replace `owner.name` by `make(original)`, unless that was done before."""
-    original = getattr(owner, name)
-    if hasattr(original, _MARK):
-        return
-    replacement = functools.wraps(original)(make(original))
-    setattr(replacement, _MARK, original)
-    setattr(owner, name, replacement)
-
-
-def is_replaced(owner: Any, name: str) -> bool:
-    """Whether `owner.name` is one of our replacements."""
-    return hasattr(getattr(owner, name, None), _MARK)
 
 
 def register() -> None:
@@ -47,7 +28,8 @@ def register() -> None:
 
     from kvadmit.vllm import engine_config
 
-    replace(EngineArgs, "create_engine_config", engine_config.wrap_create_engine_config)
+    wrap = functools.partial(engine_config.wrap_create_engine_config, activate=activate)
+    replace(EngineArgs, "create_engine_config", wrap)
     if os.environ.get(ENVIRONMENT_MARK) == "1":
         _install_loaded()
 

@@ -198,22 +198,23 @@ class ElasticScheduler:
         vLLM looks for cached blocks of a waiter right before it allocates for it, after all
         running requests: one call for each that is tried, none for those that run.
         """
-        manager = self.kv_cache_manager
+        scheduler: Any = self
+        manager = scheduler.kv_cache_manager
         coordinator = manager.coordinator
         get_computed_blocks = manager.get_computed_blocks
         count_blocks = coordinator.get_num_blocks_to_allocate
 
         def tried(request: Any) -> Any:
-            if self.kvadmit_in_step:
-                if self.kvadmit_tried is None:
+            if scheduler.kvadmit_in_step:
+                if scheduler.kvadmit_tried is None:
                     coordinator.get_num_blocks_to_allocate = counted
-                self.kvadmit_tried = request
-                self.kvadmit_asked = 0
+                scheduler.kvadmit_tried = request
+                scheduler.kvadmit_asked = 0
             return get_computed_blocks(request)
 
         def counted(*args: Any, **kwargs: Any) -> int:
             asked: int = count_blocks(*args, **kwargs)
-            self.kvadmit_asked = asked
+            scheduler.kvadmit_asked = asked
             return asked
 
         manager.get_computed_blocks = tried
@@ -261,7 +262,8 @@ class ElasticScheduler:
         if not needed and head is not None and head.status is RequestStatus.PREEMPTED:
             # Everyone left was served at a victim's cost: it comes back as the oldest waiter.
             needed = self._kvadmit_blocks(head)
-        return max(0, needed - self.kvadmit.pool.queue.num_free_blocks)
+        needed -= self.kvadmit.pool.queue.num_free_blocks
+        return int(max(0, needed))
 
     def _kvadmit_waiter_lack(self: Any, now_s: float) -> int:
         """Return how many blocks the oldest waiter lacks; fail it when it waits in vain."""

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from kvadmit.agent import Agent
 from kvadmit.errors import LocalProtocolError
 from kvadmit.geometry import ExtentPlan
-from kvadmit.vllm import install
 from kvadmit.vllm.backends import Backing, make_backing
 from kvadmit.vllm.engine_config import is_enabled
+from kvadmit.vllm.replacing import replace
 
 RUNTIME = "kvadmit_rt"
 PLAN = "kvadmit_plan"
@@ -119,16 +119,16 @@ def install_worker(worker_class: type) -> None:
 
     if not issubclass(worker_class, Worker):
         return
-    install.replace(Worker, "initialize_from_config", _wrap_initialize)
-    install.replace(Worker, "_maybe_get_memory_pool_context", _wrap_memory_pool_context)
-    install.replace(Worker, "execute_model", _wrap_execute_model)
-    install.replace(Worker, "sample_tokens", _wrap_sample_tokens)
-    install.replace(Worker, "shutdown", _wrap_shutdown)
+    replace(Worker, "initialize_from_config", _wrap_initialize)
+    replace(Worker, "_maybe_get_memory_pool_context", _wrap_memory_pool_context)
+    replace(Worker, "execute_model", _wrap_execute_model)
+    replace(Worker, "sample_tokens", _wrap_sample_tokens)
+    replace(Worker, "shutdown", _wrap_shutdown)
     for owner in worker_class.__mro__:
         if "compile_or_warm_up_model" in vars(owner) and issubclass(owner, Worker):
-            install.replace(owner, "compile_or_warm_up_model", _wrap_warm_up)
+            replace(owner, "compile_or_warm_up_model", _wrap_warm_up)
         if "determine_available_memory" in vars(owner) and owner.__name__ == "CPUWorker":
-            install.replace(owner, "determine_available_memory", _wrap_available_memory)
+            replace(owner, "determine_available_memory", _wrap_available_memory)
 
 
 def _side_of(worker: Any) -> WorkerSide | None:

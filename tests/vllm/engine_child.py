@@ -1,0 +1,102 @@
+"""A real vLLM engine as a process of its own, driven by lines of JSON.
+
+    python engine_child.py <descriptor> '<engine arguments as JSON>'
+
+Answers on the descriptor, because vLLM writes to stdout and stderr. The first answer says
+that the engine is up, or why it is not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from types import FunctionType
+from typing import Any
+
+
+def main() -> None:
+    """Build the engine, then answer requests until stdin ends."""
+    descriptor, arguments = int(sys.argv[1]), json.loads(sys.argv[2])
+    with os.fdopen(descriptor, "w", buffering=1) as answers:
+        try:
+            engine = make_engine(arguments)
+        except BaseException as error:
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {error}"
+            answers.write(json.dumps({"error": reason, "differs": differing()}) + "\n")
+            sys.exit(1)
+        answers.write(json.dumps({"ready": True, "differs": differing()}) + "\n")
+        for line in sys.stdin:
+            answers.write(json.dumps(answer(engine, json.loads(line))) + "\n")
+
+
+def make_engine(arguments: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    return LLM(**arguments)
+
+
+def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Carry out one request."""
+    match request["op"]:
+        case "generate":
+            return generate(llm, request["prompts"], request["tokens"])
+        case "status":
+            return status(llm)
+        case "length":
+            return {"max_model_len": llm.llm_engine.model_config.max_model_len}
+        case other:
+            raise ValueError(other)
+
+
+def generate(llm: Any, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Return greedy token ids, why each request ended, and what vLLM says of a failure."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+    )
+    first = [output.outputs[0] for output in outputs]
+    return {
+        "ids": [list(one.token_ids) for one in first],
+        "finish": [one.finish_reason for one in first],
+        "stop": [one.stop_reason for one in first],
+    }
+
+
+def status(llm: Any) -> dict[str, Any]:
+    """Return `EngineCore.kvadmit_status`, wherever the engine lives."""
+    client = llm.llm_engine.engine_core
+    inside = getattr(client, "engine_core", None)
+    found: dict[str, Any] = (
+        inside.kvadmit_status() if inside is not None else client.call_utility("kvadmit_status")
+    )
+    return found
+
+
+def differing() -> list[str]:
+    """Return every attribute of vLLM's loaded classes and modules that is a hook of ours."""
+    found: set[str] = set()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("vllm") or module is None:
+            continue
+        for attribute, value in list(vars(module).items()):
+            if _is_ours(value):
+                found.add(f"{name}.{attribute}")
+            # type(), not isinstance(): vLLM's placeholders import what they stand for.
+            if issubclass(type(value), type) and value.__module__ == name:
+                found.update(
+                    f"{value.__name__}.{key}" for key, one in vars(value).items() if _is_ours(one)
+                )
+    return sorted(found)
+
+
+def _is_ours(value: object) -> bool:
+    return type(value) is FunctionType and "kvadmit" in value.__code__.co_filename
+
+
+if __name__ == "__main__":
+    main()
