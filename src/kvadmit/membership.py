@@ -38,7 +38,8 @@ class Instance:
         self.order = 0
         self.allowance: Allowance | None = None
         """The newest one sent, kept for a repeat."""
-        self.started = False
+        self.started = hello.geometry is not None
+        """Its start bytes are booked. One that joins with a geometry took them long ago."""
         self.reported = False
         self.late = False
         self.refused = False
