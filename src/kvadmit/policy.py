@@ -132,15 +132,14 @@ class _Planner:
     # --- rule 1 ---
 
     def _start(self, c: Claimant) -> None:
-        room = all(
-            self.available[d] - self.reserved[d] >= size for d, size in c.start_bytes.items()
-        )
-        if room and not self.plan.pressed & set(c.start_bytes):
-            for device, size in c.start_bytes.items():
-                self.available[device] -= size
-            self.plan.started.append(c.id)
+        sizes = {device: size for device, size in c.start_bytes.items() if size}
+        missing = {d: size - self.available[d] + self.reserved[d] for d, size in sizes.items()}
+        if self.plan.pressed & set(sizes) or any(lack > 0 for lack in missing.values()):
+            self._wait(c, missing)
             return
-        self._wait(c, dict(c.start_bytes))
+        for device, size in sizes.items():
+            self.available[device] -= size
+        self.plan.started.append(c.id)
 
     def _goal(self, c: Claimant) -> int:
         return min(c.held + c.need, c.cap)

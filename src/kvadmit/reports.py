@@ -162,10 +162,10 @@ def _worth_sending(last: Report, report: Report, *, pressure: bool) -> bool:
     """Whether the arbiter could decide differently on `report` than on `last`."""
     if report.refused or last.devices != report.devices or _differ(last, report, _DECIDES):
         return True
-    if not _differ(last, report, _GIVES):
-        return bool(last.running) != bool(report.running)
+    if bool(last.running) != bool(report.running):
+        return True  # the idle are asked first
     # While nobody waits, an exact count of what could be taken back interests nobody.
-    return pressure or not report.running
+    return _differ(last, report, _GIVES) and (pressure or not report.running)
 
 
 def _differ(last: Report, report: Report, fields: tuple[str, ...]) -> bool:
