@@ -245,7 +245,7 @@ class SimEngine:
         if step.ran:
             self._ranks.run(memory.step, step)
             self._tell(self._deliver, requests.update(step))
-        memory.settle()
+        memory.settle(requests)
         return bool(step.ran)
 
     def _tell(self, act: Callable[..., object], *arguments: Any) -> None:

@@ -56,7 +56,7 @@ class FixedMemory:
         """Count the step."""
         self.step += bool(step.ran)
 
-    def settle(self) -> None:
+    def settle(self, requests: SimScheduler) -> None:
         """Have nothing to give back."""
 
     def wait(self, wake: threading.Event) -> None:
@@ -91,7 +91,7 @@ class SyncMemory(FixedMemory):
         super().after(requests, step)
         self._busy = bool(requests.waiting)
 
-    def settle(self) -> None:
+    def settle(self, requests: SimScheduler) -> None:
         """Give back what the step's results freed."""
         self._growth.give_back(self.step)
         self._growth.end_step()
@@ -161,6 +161,11 @@ class EventMemory(FixedMemory):
         self._own_ns += time.perf_counter_ns() - began
         (admission.wait_moving if self._moved else admission.wait).add(self._own_ns)
         self.step = admission.step
+
+    def settle(self, requests: SimScheduler) -> None:
+        """Say that nothing is asked for once the last request has ended."""
+        if not requests.running and not requests.waiting:
+            self._admission.publish(time.monotonic(), running=0, waiting=0, missing=0, low=0)
 
     def wait(self, wake: threading.Event) -> None:
         """Sleep until a request or an order comes; orders are applied while idle."""

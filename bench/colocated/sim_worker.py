@@ -103,10 +103,11 @@ class Worker:
 
 def main(descriptor: int) -> int:
     """Serve the engine at `descriptor` until it closes its end."""
-    delay.install()
     link = socket.socket(fileno=descriptor)
     start = to_worker.decode(link.recv(MESSAGE_BYTES_MAX))
     assert isinstance(start, Start)
+    if start.policy == "event":
+        delay.install()  # sync's agent is late by itself: it answers once per growth
     worker = Worker(start)
     link.send(encoder.encode(Done(step=0)))
     while message := link.recv(MESSAGE_BYTES_MAX):

@@ -115,26 +115,33 @@ class Caller:
         PeerLostError, after which the engine cannot go on.
         """
         self._number += 1
+        ranks = range(self._ranks)
         order = Order(number=self._number, kind=kind, extents=to_runs(extents), fence=fence)
-        for link in self._links:
-            send(link, order)
-        return [self._reply(rank, link) for rank, link in enumerate(self._links)]
+        for rank in ranks:
+            self._send(rank, order)
+        return [self._reply(rank) for rank in ranks]
 
     def call_some(self, ranks: Sequence[int], kind: Kind, extents: Sequence[int]) -> None:
         """Call some ranks only; raises PeerLostError if one of them cannot do it."""
         self._number += 1
         order = Order(number=self._number, kind=kind, extents=to_runs(extents))
         for rank in ranks:
-            send(self._links[rank], order)
+            self._send(rank, order)
         for rank in ranks:
-            reply = self._reply(rank, self._links[rank])
+            reply = self._reply(rank)
             if not reply.done:
                 raise PeerLostError(f"rank {rank}", f"{kind}: {reply.reason}")
 
-    def _reply(self, rank: int, link: socket.socket) -> Reply:
+    def _send(self, rank: int, order: Order) -> None:
+        try:
+            send(self._links[rank], order)
+        except OSError as error:
+            raise PeerLostError(f"rank {rank}", f"take {order.kind} ({error})") from None
+
+    def _reply(self, rank: int) -> Reply:
         began_s = time.monotonic()
         try:
-            reply = receive(link)
+            reply = receive(self._links[rank])
         except TimeoutError:
             raise PeerTimeoutError(f"rank {rank}", "answer", ANSWER_S) from None
         if reply is None:
