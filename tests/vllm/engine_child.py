@@ -8,12 +8,16 @@ that the engine is up, or why it is not.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import traceback
-from types import FunctionType
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent / "plugins"))
+differing = importlib.import_module("differing_plugin").differing
 
 
 def main() -> None:
@@ -45,6 +49,8 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
             return generate(llm, request["prompts"], request["tokens"])
         case "status":
             return status(llm)
+        case "differing":
+            return differing_elsewhere(llm)
         case "length":
             return {"max_model_len": llm.llm_engine.model_config.max_model_len}
         case other:
@@ -77,25 +83,21 @@ def status(llm: Any) -> dict[str, Any]:
     return found
 
 
-def differing() -> list[str]:
-    """Return every attribute of vLLM's loaded classes and modules that is a hook of ours."""
-    found: set[str] = set()
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("vllm") or module is None:
-            continue
-        for attribute, value in list(vars(module).items()):
-            if _is_ours(value):
-                found.add(f"{name}.{attribute}")
-            # type(), not isinstance(): vLLM's placeholders import what they stand for.
-            if issubclass(type(value), type) and value.__module__ == name:
-                found.update(
-                    f"{value.__name__}.{key}" for key, one in vars(value).items() if _is_ours(one)
-                )
-    return sorted(found)
+def differing_elsewhere(llm: Any) -> dict[str, Any]:
+    """Return what is replaced in EngineCore's and in each worker's process."""
+    client = llm.llm_engine.engine_core
+    inside = getattr(client, "engine_core", None)
+    return {
+        "engine_core": inside.tests_differing()
+        if inside is not None
+        else client.call_utility("tests_differing"),
+        "workers": llm.collective_rpc(_differing_in_worker),
+    }
 
 
-def _is_ours(value: object) -> bool:
-    return type(value) is FunctionType and "kvadmit" in value.__code__.co_filename
+def _differing_in_worker(worker: Any) -> list[str]:
+    found: list[str] = importlib.import_module("differing_plugin").differing()
+    return found
 
 
 if __name__ == "__main__":

@@ -44,12 +44,11 @@ def test_a_request_that_waits_too_long_fails_with_the_reason_and_others_go_on(
 ) -> None:
     """The neighbour needs all it can get, and this instance's floor is less than one request."""
     config = kvadmit(run_dir, host_pool=POOL, extent=MIB, floor=2 * MIB, wait_s=1.5)
-    arguments = engine_arguments(DENSE, additional_config=config)
+    arguments = engine_arguments(DENSE, max_model_len=2048, additional_config=config)
     plan = make_plan(extents=EXTENTS, pages=MIB // GRANULE_BYTES)
     neighbour = Neighbour(run_dir, "neighbour", plan=plan, host_pool=POOL)
     short = prompts(4)
     long = [[5] * (2 * EXTENT_BLOCKS * 32 + 100)]
-    assert len(long[0]) < 1024
     with engine(arguments) as child:
         expected = child.generate(short, 16)
         try:

@@ -28,6 +28,9 @@ logger = logging.getLogger("vllm.kvadmit")
 ENABLED = "kvadmit_enabled"
 """Attribute of a VllmConfig whose engine runs with kvadmit."""
 
+FITS_LENGTH = "kvadmit_fits_length"
+"""Attribute: the size was not the user's, so a max_model_len beyond it is ours to lower."""
+
 UTILIZATION = 0.01
 """What vLLM's start-up gate asks of the device; KV memory does not come out of it."""
 
@@ -85,6 +88,7 @@ def _apply(vllm_config: Any, settings: Settings, engine_args: Any) -> None:
     """Have vLLM plan a virtual KV cache and measure nothing for it."""
     cache = vllm_config.cache_config
     _warn_of_utilization(engine_args)
+    setattr(vllm_config, FITS_LENGTH, cache.kv_cache_memory_bytes is None)
     cache.kv_cache_memory_bytes = virtual_bytes(vllm_config, settings)
     cache.gpu_memory_utilization = UTILIZATION
     if settings.layout not in ("auto", "stock"):
@@ -96,12 +100,13 @@ def virtual_bytes(vllm_config: Any, settings: Settings) -> int:
     """Return the size of one rank's address range: most that the rank could ever hold.
 
     A size the user gave vLLM is an exact ceiling of every rank. Otherwise the ranks share
-    the device's pool, or the cap where that is less.
+    the device's pool; the cap bounds what is backed, not what is addressed.
     """
     explicit = vllm_config.cache_config.kv_cache_memory_bytes
-    most = min(settings.host_pool, settings.cap or settings.host_pool)
-    share: int = most // vllm_config.parallel_config.world_size
-    return share if explicit is None else int(explicit)
+    if explicit is not None:
+        return int(explicit)
+    share: int = settings.host_pool // vllm_config.parallel_config.world_size
+    return share
 
 
 def _warn_of_utilization(engine_args: Any) -> None:

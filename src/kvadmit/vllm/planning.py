@@ -16,6 +16,7 @@ from kvadmit.errors import CapacityError, LocalProtocolError
 from kvadmit.geometry import ExtentPlan, Placement, RankBuffer, describe_buffer, plan_extents
 from kvadmit.units import ceil_div
 from kvadmit.vllm.backends import granule_bytes
+from kvadmit.vllm.engine_config import FITS_LENGTH
 from kvadmit.vllm.engine_core import HOST_DEVICE, Engine, engine_of
 
 logger = logging.getLogger("vllm.kvadmit")
@@ -40,12 +41,36 @@ def wrap_get_kv_cache_configs(original: Any) -> Callable[..., Any]:
             return configs
 
         try:
+            _fit_length_to_pool(vllm_config, plan)
             return _plan_in_extents(engine, vllm_config, plan)
         except BaseException:
             engine.abandon()
             raise
 
     return get_kv_cache_configs
+
+
+def _fit_length_to_pool(vllm_config: Any, plan: Callable[[], list[Any]]) -> None:
+    """Lower max_model_len if the whole pool holds no such request, by vLLM's own fitting.
+
+    Nothing is lowered to a size the user set: vLLM's error about it is the right one.
+    """
+    model = vllm_config.model_config
+    if not getattr(vllm_config, FITS_LENGTH):
+        return
+    before, asked = model.max_model_len, model.original_max_model_len
+    model.original_max_model_len = -1
+    try:
+        plan()
+    finally:
+        model.original_max_model_len = asked
+    if model.max_model_len != before:
+        logger.warning(
+            "max_model_len is %d instead of %d: the memory that all instances share holds no "
+            "longer request",
+            model.max_model_len,
+            before,
+        )
 
 
 def _plan_in_extents(engine: Engine, vllm_config: Any, plan: Callable[[], list[Any]]) -> list[Any]:
@@ -140,7 +165,7 @@ def _fit_length(vllm_config: Any, configs: list[Any], ceiling: int) -> None:
     the length itself: requests above it get HTTP 400 there.
     """
     model = vllm_config.model_config
-    before = low = high = model.max_model_len
+    before = high = model.max_model_len
     low = 0
     while low < high:
         model.max_model_len = (low + high + 1) // 2
