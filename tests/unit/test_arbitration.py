@@ -1,0 +1,732 @@
+"""The arbitration machine, scenario by scenario, with exact effects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvadmit.arbitration import (
+    ANSWER_WAIT_S,
+    LINGER_S,
+    READ_WAIT_S,
+    READ_WAIT_S_MAX,
+    Arbitration,
+    Drop,
+    Effect,
+    Event,
+    Exit,
+    Note,
+    PeerLost,
+    PeerSent,
+    Send,
+    StartTimer,
+    StopTimer,
+    TimerFired,
+)
+from kvadmit.errors import InvariantViolation, LocalProtocolError, RemoteProtocolError
+from kvadmit.messages import (
+    Allowance,
+    Bye,
+    DeviceReading,
+    Elect,
+    Geometry,
+    Hello,
+    Refused,
+    Report,
+    Resync,
+    Seen,
+    StartTurn,
+    Status,
+    StatusQuery,
+    ToArbiter,
+    Welcome,
+)
+
+EPOCH, RECLAIM_S = 4, 5.0
+MIB = 1 << 20
+
+
+class Host:
+    """An arbiter over devices of ten MiB; checks the machine after every step.
+
+    Extents are one MiB on each device of an instance, so figures read as extents. Reports are
+    honest by default: they confirm the newest allowance and show the device as `free` MiB.
+    """
+
+    def __init__(self) -> None:
+        self.machine = Arbitration(epoch=EPOCH, reclaim_s=RECLAIM_S)
+        self.now_s = 0.0
+        self.revision: dict[str, int] = {}
+        self.reading = 0
+
+    def step(self, event: Event) -> list[Effect]:
+        effects = self.machine.step(event)
+        self.machine.check()
+        return effects
+
+    def sent(self, peer: str, message: ToArbiter) -> list[Effect]:
+        return self.step(PeerSent(self.now_s, peer, message))
+
+    def hello(self, peer: str, *, on: str = "g", **fields: Any) -> list[Effect]:
+        return self.sent(peer, hello(peer, on=on, **fields))
+
+    def report(self, peer: str, backed: int, **figures: Any) -> list[Effect]:
+        self.revision[peer] = self.revision.get(peer, 0) + 1
+        account = self.machine.instances[peer].account
+        figures.setdefault("allowance_seen", account.revision)
+        figures.setdefault("want", figures.get("need", 0))
+        return self.sent(
+            peer, Report(epoch=EPOCH, revision=self.revision[peer], backed=backed, **figures)
+        )
+
+    def shown(self, free: int, device: str = "g", operations: int = 0) -> dict[str, Any]:
+        """Return the figure of a report that shows `device` as `free` MiB."""
+        self.reading += 1
+        reading = DeviceReading(
+            device=device,
+            free_bytes=free * MIB,
+            total_bytes=10 * MIB,
+            sequence=self.reading,
+            operations=operations,
+        )
+        return {"devices": (reading,)}
+
+    def timer(self, name: str) -> list[Effect]:
+        return self.step(TimerFired(self.now_s, name))
+
+    def join(self, peer: str, backed: int = 1, *, on: str = "g", **fields: Any) -> None:
+        """Bring an instance up that holds `backed` extents, its allowance confirmed."""
+        self.hello(peer, on=on, **fields)
+        free = 10 - self.held(on)
+        self.report(peer, 0, need=backed, **self.shown(free, on))
+        self.report(peer, backed, running=1, **self.shown(free - backed, on))
+        assert self.allowance(peer) == backed
+
+    def held(self, device: str = "g") -> int:
+        return sum(i.account.held for i in self.machine.instances.values() if device in i.cost)
+
+    def allowance(self, peer: str) -> int:
+        return self.machine.instances[peer].account.allowance
+
+    def foreign(self, device: str = "g") -> int:
+        return self.machine.devices[device].foreign_bytes // MIB
+
+
+def hello(
+    peer: str, *, on: str = "g", revision: int = 1, geometry: bool = True, **fields: Any
+) -> Hello:
+    shape = {
+        name: fields.pop(name, default)
+        for name, default in {"extents": 10, "floor": 1, "cap": 10}.items()
+    }
+    plan = Geometry(extent_blocks=4, prefix=1, extent_bytes=dict.fromkeys(on, MIB), **shape)
+    fields.setdefault("name", peer)
+    fields.setdefault("devices", dict.fromkeys(on, 10 * MIB))
+    fields.setdefault("start_bytes", {})
+    return Hello(revision=revision, pid=7, geometry=plan if geometry else None, **fields)
+
+
+def allow(
+    host: Host,
+    peer: str,
+    extents: int,
+    *,
+    reason: str = "",
+    pressure: bool = False,
+    ceiling: int = 10,
+    deadline_s: float = 0.0,
+) -> list[Effect]:
+    """Return what sending the newest allowance looks like."""
+    message = Allowance(
+        epoch=EPOCH,
+        revision=host.machine.instances[peer].account.revision,
+        extents=extents,
+        ceiling=ceiling,
+        pressure=pressure,
+        reason=reason,
+        deadline_s=deadline_s,
+    )
+    return [Send(peer, message), StartTimer(f"allow:{peer}", host.now_s + ANSWER_WAIT_S)]
+
+
+def seen(host: Host, peer: str, *, confirmed: bool = True) -> list[Effect]:
+    told: list[Effect] = [Send(peer, Seen(epoch=EPOCH, revision=host.revision[peer]))]
+    return [*told, StopTimer(f"allow:{peer}")] if confirmed else told
+
+
+# --- joining ---
+
+
+def test_the_first_instance_joins_and_gets_its_prefix() -> None:
+    host = Host()
+    assert host.hello("a") == [
+        StopTimer("linger"),
+        Note("a (pid 7) joined"),
+        Send("a", Welcome(epoch=EPOCH, revision=1)),
+        Send("a", Elect(epoch=EPOCH, device="g")),
+        Send("a", StartTurn(epoch=EPOCH, revision=1)),
+    ]
+    effects = host.report("a", 0, need=1, **host.shown(10))
+    assert effects == [*seen(host, "a"), *allow(host, "a", 1, reason="need")]
+    effects = host.report("a", 1)
+    assert effects == [*seen(host, "a"), *allow(host, "a", 1)][:2]
+
+
+def test_nothing_is_granted_on_a_device_nobody_has_read() -> None:
+    host = Host()
+    host.hello("a")
+    effects = host.report("a", 0, need=1)
+    assert effects == [
+        *seen(host, "a"),
+        *allow(host, "a", 0, pressure=True),
+        Send("a", Elect(epoch=EPOCH, device="g")),
+        StartTimer("read", READ_WAIT_S),
+    ]
+    effects = host.report("a", 0, need=1, **host.shown(10))
+    assert effects == [
+        *seen(host, "a"),
+        *allow(host, "a", 1, reason="need"),
+        StopTimer("read"),
+    ]
+
+
+def test_a_floor_that_does_not_fit_is_refused_naming_who_holds_what() -> None:
+    host = Host()
+    host.join("a", floor=4)
+    host.join("b", floor=5)
+    reason = (
+        "the floor of c (2MiB) does not fit on g: 10MiB are shared and guaranteed to "
+        "a 4MiB, b 5MiB; lower a floor or max_model_len, or enlarge the pool"
+    )
+    assert host.hello("c", floor=2) == [
+        Send("c", Refused(reason=reason)),
+        Note(f"refused: {reason}"),
+    ]
+    assert "c" not in host.machine.instances
+    assert host.machine.counters["refusals"] == 1
+    host.hello("c", floor=1)
+    assert "c" in host.machine.instances
+
+
+def test_another_host_pool_is_refused() -> None:
+    host = Host()
+    host.join("a")
+    reason = "b says g has 8MiB, the instances here share 10MiB: give all the same host_pool"
+    assert host.hello("b", devices={"g": 8 * MIB}) == [
+        Send("b", Refused(reason=reason)),
+        Note(f"refused: {reason}"),
+    ]
+
+
+# --- sharing ---
+
+
+def test_two_instances_share_by_need_and_reclaim_the_cheapest_first() -> None:
+    host = Host()
+    host.join("a", 6)
+    host.join("b", 1)
+    host.now_s = 1.0
+    effects = host.report("a", 6, spare=1, free=1, cached=1, running=0)
+    assert effects == seen(host, "a")
+    effects = host.report("b", 1, need=3, running=1)
+    assert effects == [*seen(host, "b"), *allow(host, "b", 4, reason="need")], "it still fits"
+    host.report("b", 4, running=1)
+    for need, kind in ((1, "spare"), (2, "free"), (3, "cached")):
+        effects = host.report("b", 4, need=need, running=1)
+        victim = [
+            *allow(
+                host,
+                "a",
+                6 - need,
+                reason=f"b needs {kind} extents",
+                pressure=True,
+                deadline_s=RECLAIM_S,
+            ),
+            StartTimer("reclaim:a", 1.0 + RECLAIM_S),
+        ]
+        waiting = allow(host, "b", 4, pressure=True)
+        if need > 1:
+            victim, waiting = victim[:-1], []  # both are told already
+        assert effects == [*seen(host, "b"), *victim, *waiting], need
+        host.report("a", 6, spare=1, free=1, cached=1)
+    effects = host.report("a", 3)
+    assert effects == [
+        *seen(host, "a"),
+        *allow(host, "a", 3),
+        StopTimer("reclaim:a"),
+        *allow(host, "b", 7, reason="need"),
+    ]
+    assert (host.machine.counters["grants"], host.machine.counters["reclaims"]) == (4, 3)
+
+
+def test_an_earmark_lapses_with_its_need() -> None:
+    host = Host()
+    host.join("a", 4)
+    host.join("b", 4)
+    host.report("a", 4, need=5, running=1)
+    host.report("b", 4, want=2, running=1)
+    assert host.allowance("b") == 4, "the two free extents are earmarked for a"
+    host.report("a", 4, running=1)
+    assert host.allowance("b") == 6
+
+
+def test_needs_that_wait_are_served_by_age() -> None:
+    host = Host()
+    for peer in ("b", "a"):
+        host.join(peer, 5 if peer == "b" else 4)
+    host.report("b", 5, need=1, running=1)
+    assert host.allowance("b") == 6
+    host.report("b", 6, need=1, running=1)
+    host.report("a", 4, need=2, running=1)
+    assert host.machine.snapshot()["waiting"] == ["b", "a"]
+    host.report("b", 6, running=1)
+    assert host.machine.snapshot()["waiting"] == ["a"]
+
+
+def test_two_devices_are_granted_together_or_not_at_all() -> None:
+    host = Host()
+    host.hello("tp", on="gh")
+    both = (host.shown(10)["devices"][0], host.shown(10, "h")["devices"][0])
+    host.report("tp", 0, need=1, devices=both)
+    host.report("tp", 1, running=1)
+    host.join("one", 7, on="h")
+    effects = host.report("tp", 1, need=3, running=1)
+    assert host.allowance("tp") == 1
+    asked = allow(
+        host,
+        "one",
+        6,
+        reason="tp needs a share of extents",
+        pressure=True,
+        deadline_s=RECLAIM_S,
+    )
+    assert asked[0] in effects
+    host.report("one", 6, running=1)
+    assert host.allowance("tp") == 4
+
+
+def test_a_want_is_given_in_part_and_taken_back_unspent_for_a_need() -> None:
+    host = Host()
+    host.join("a", 3)
+    host.join("b", 3)
+    effects = host.report("a", 3, want=9, running=1)
+    assert effects == [*seen(host, "a"), *allow(host, "a", 7, reason="want")]
+    host.report("a", 3, want=9, running=1)
+    effects = host.report("b", 3, need=2, running=1)
+    assert effects == [
+        *seen(host, "b"),
+        *allow(host, "a", 3, pressure=True),
+        *allow(host, "b", 3, pressure=True),
+    ]
+    effects = host.report("a", 3, want=9, running=1, allowance_seen=2)
+    assert effects == seen(host, "a", confirmed=False), "it may still be spending the old one"
+    effects = host.report("a", 3, want=9, running=1)
+    assert effects == [
+        *seen(host, "a"),
+        *allow(host, "a", 5, reason="want"),
+        *allow(host, "b", 5, reason="need"),
+    ]
+
+
+def test_an_allowance_repeats_until_it_was_seen() -> None:
+    host = Host()
+    host.join("a", 3)
+    host.report("a", 3, need=2, running=1)
+    again = allow(host, "a", 5, reason="need")
+    assert host.timer("allow:a") == again
+    assert host.machine.counters["resends"] == 1
+    host.report("a", 5, running=1)
+    assert host.timer("allow:a") == []
+
+
+def test_an_instance_that_greets_again_hears_its_allowance_again() -> None:
+    host = Host()
+    host.join("a", 3)
+    effects = host.hello("a")
+    assert effects == [
+        Send("a", Welcome(epoch=EPOCH, revision=1)),
+        Send("a", StartTurn(epoch=EPOCH, revision=1)),
+        *allow(host, "a", 3),
+    ]
+
+
+# --- refusals of the driver ---
+
+
+def test_a_refused_grant_is_taken_back_and_comes_again_after_an_elected_reading() -> None:
+    host = Host()
+    host.join("a", 2)
+    host.report("a", 2, need=2, running=1)
+    assert host.allowance("a") == 4
+    effects = host.report("a", 2, need=2, running=1, refused=("g",))
+    assert effects == [
+        *seen(host, "a"),
+        *allow(host, "a", 2, pressure=True),
+        StartTimer("read", READ_WAIT_S),
+    ]
+    effects = host.report("a", 2, need=2, running=1)
+    assert effects == seen(host, "a"), "not before a newer reading"
+    effects = host.report("a", 2, need=2, running=1, **host.shown(8))
+    assert effects == seen(host, "a"), "nor after one nobody asked for"
+    effects = host.timer("read")
+    assert effects == [
+        Send("a", Elect(epoch=EPOCH, device="g")),
+        StartTimer("read", 2 * READ_WAIT_S),
+    ]
+    effects = host.report("a", 2, need=2, running=1, **host.shown(8))
+    assert effects == [
+        *seen(host, "a"),
+        *allow(host, "a", 4, reason="need"),
+        StopTimer("read"),
+    ]
+
+
+def test_bytes_that_come_back_end_a_cap() -> None:
+    host = Host()
+    host.join("a", 2)
+    host.join("b", 3)
+    host.report("a", 2, need=2, running=1)
+    host.report("a", 2, need=2, running=1, refused=("g",))
+    assert host.allowance("a") == 2
+    host.report("b", 2, running=1)
+    assert host.allowance("a") == 4
+
+
+# --- victims ---
+
+
+def test_a_late_victim_is_passed_over_and_asked_again_once_it_speaks() -> None:
+    host = Host()
+    host.join("a", 4)
+    host.join("b", 3)
+    host.join("c", 3)
+    host.report("b", 3, free=2)
+    host.report("c", 3, cached=2)
+    effects = host.report("a", 4, need=1, running=1)
+    assert StartTimer("reclaim:b", RECLAIM_S) in effects
+    assert (host.allowance("b"), host.allowance("c")) == (2, 3)
+    host.now_s = RECLAIM_S
+    effects = host.timer("reclaim:b")
+    assert effects == [
+        Note("b gives nothing back; asking others"),
+        *allow(host, "b", 3, pressure=True),
+        *allow(
+            host,
+            "c",
+            2,
+            reason="a needs cached extents",
+            pressure=True,
+            deadline_s=RECLAIM_S,
+        ),
+        StartTimer("reclaim:c", 2 * RECLAIM_S),
+    ]
+    host.report("c", 2)
+    assert host.allowance("a") == 5
+    host.report("a", 5, need=1, running=1)
+    effects = host.report("b", 3, free=2)
+    assert host.allowance("b") == 2, "it speaks again, so it is asked again"
+    assert StartTimer("reclaim:b", 2 * RECLAIM_S) in effects
+
+
+# --- foreign bytes and readings ---
+
+
+def test_who_is_lost_is_foreign_until_a_reading_shows_its_bytes_back() -> None:
+    host = Host()
+    host.join("a", 2)
+    host.join("b", 4)
+    host.report("b", 4, want=2, running=1)
+    assert host.allowance("b") == 6
+    effects = host.step(PeerLost(1.0, "b"))
+    assert effects == [Note("b (pid 7) left"), StopTimer("reclaim:b"), StopTimer("allow:b")]
+    assert host.foreign() == 6, "it may have spent all it was allowed"
+    host.now_s = 1.0
+    effects = host.report("a", 2, need=4, running=1)
+    assert effects == [
+        *seen(host, "a"),
+        *allow(host, "a", 2, pressure=True),
+        Send("a", Elect(epoch=EPOCH, device="g")),
+        StartTimer("read", 1.0 + READ_WAIT_S),
+    ]
+    effects = host.report("a", 2, need=4, running=1, **host.shown(3))
+    assert effects == seen(host, "a")
+    assert host.foreign() == 5
+    effects = host.report("a", 2, need=4, running=1, **host.shown(8))
+    assert effects == [
+        *seen(host, "a"),
+        *allow(host, "a", 6, reason="need"),
+        StopTimer("read"),
+    ]
+    assert host.foreign() == 0
+
+
+def test_a_loss_leaves_the_caps_of_other_devices_alone() -> None:
+    host = Host()
+    host.join("a", 2, on="g")
+    host.join("b", 2, on="h")
+    host.report("a", 2, need=2, running=1)
+    host.report("a", 2, need=2, running=1, refused=("g",))
+    host.step(PeerLost(0.0, "b"))
+    assert host.allowance("a") == 2
+    assert host.machine.devices["g"].capped
+
+
+def test_the_read_timer_backs_off_asks_others_too_and_ends_with_the_wait() -> None:
+    host = Host()
+    host.join("a", 2)
+    host.join("b", 1)
+    host.report("a", 2, running=1, **host.shown(2))
+    assert host.foreign() == 5
+    host.report("a", 2, need=8, running=1)
+    elected, pauses = [], []
+    wait_s = READ_WAIT_S
+    for _ in range(5):
+        host.now_s += wait_s
+        effects = host.timer("read")
+        (elect, timer) = effects
+        assert isinstance(elect, Send)
+        assert isinstance(timer, StartTimer)
+        elected.append(elect.peer)
+        wait_s = timer.at_s - host.now_s
+        pauses.append(wait_s)
+    assert pauses == [0.5, 1.0, 2.0, READ_WAIT_S_MAX, READ_WAIT_S_MAX]
+    assert elected == ["b", "a", "b", "a", "b"], "one of them may be stopped"
+    effects = host.report("a", 2, running=1)
+    assert StopTimer("read") in effects
+    assert host.timer("read") == []
+
+
+def test_a_reading_while_something_moves_only_bounds_what_is_foreign() -> None:
+    host = Host()
+    host.join("a", 4)
+    host.report("a", 4, leaving=2, running=1, **host.shown(7))
+    assert host.foreign() == 0, "one of the two may be gone already"
+    host.report("a", 2, running=1)
+    host.report("a", 2, running=1, **host.shown(7))
+    assert host.foreign() == 1
+
+
+# --- starts ---
+
+
+def test_a_start_waits_for_room_and_one_start_at_a_time_loads_on_a_device() -> None:
+    host = Host()
+    host.join("a", 7)
+    host.report("a", 7, free=5)
+    first = hello("first", geometry=False, start_bytes={"g": 4 * MIB})
+    effects = host.sent("first", first)
+    assert effects == [
+        Note("first (pid 7) joined"),
+        Send("first", Welcome(epoch=EPOCH, revision=1)),
+        *allow(
+            host,
+            "a",
+            6,
+            reason="first needs free extents",
+            pressure=True,
+            deadline_s=RECLAIM_S,
+            ceiling=10,
+        ),
+        StartTimer("reclaim:a", RECLAIM_S),
+    ]
+    effects = host.report("a", 6, free=4)
+    assert Send("first", StartTurn(epoch=EPOCH, revision=1)) in effects
+    assert host.machine.snapshot()["devices"]["g"]["capacity_bytes"] == 6 * MIB  # type: ignore[index]
+    second = hello("second", geometry=False, start_bytes={"g": 1 * MIB})
+    turn = Send("second", StartTurn(epoch=EPOCH, revision=1))
+    assert turn not in host.sent("second", second)
+    host.hello("first", revision=2, start_bytes={"g": 4 * MIB})
+    effects = host.report("first", 0, need=1)
+    assert turn not in effects, "its weights are loading"
+    host.report("a", 5, free=3)
+    assert (host.allowance("first"), host.allowance("a")) == (1, 5)
+    host.report("first", 1, running=1)
+    assert host.allowance("a") == 4, "KV is mapped after the weights: now it is second's turn"
+    assert turn in host.report("a", 4, free=2)
+
+
+def test_a_measured_base_replaces_what_was_announced() -> None:
+    host = Host()
+    host.sent("a", hello("a", start_bytes={"g": 4 * MIB}))
+    host.report("a", 0, **host.shown(10))
+    assert host.machine.capacity("g") == 6 * MIB
+    host.hello("a", revision=2, start_bytes={"g": 4 * MIB}, base_bytes={"g": 3 * MIB})
+    assert host.machine.capacity("g") == 7 * MIB
+
+
+def test_a_start_that_dies_frees_the_turn() -> None:
+    host = Host()
+    host.join("a", 1)
+    host.sent("first", hello("first", geometry=False, start_bytes={"g": MIB}))
+    host.sent("second", hello("second", geometry=False, start_bytes={"g": MIB}))
+    effects = host.step(PeerLost(0.0, "first"))
+    assert Send("second", StartTurn(epoch=EPOCH, revision=1)) in effects
+    assert host.foreign() == 1
+
+
+# --- restart ---
+
+
+def test_after_a_restart_survivors_are_counted_before_anything_is_granted() -> None:
+    host = Host()
+    host.hello("a")
+    host.hello("b")
+    effects = host.report("a", 5, need=2, running=1, allowance_seen=0)
+    assert effects == [
+        *seen(host, "a"),
+        *allow(host, "a", 5, pressure=True),
+        Send("a", Elect(epoch=EPOCH, device="g")),
+        StartTimer("read", READ_WAIT_S),
+    ]
+    effects = host.report("a", 5, need=2, running=1, **host.shown(1))
+    assert effects == seen(host, "a")
+    assert host.foreign() == 4, "what b holds is nobody's until it says so"
+    effects = host.report("b", 4, running=1, free=1, allowance_seen=0)
+    assert host.foreign() == 0
+    assert host.allowance("b") == 3
+    host.report("b", 3, running=1)
+    assert host.allowance("a") == 7
+
+
+@pytest.mark.parametrize(
+    "fields", [{"epoch": EPOCH - 1}, {"epoch": EPOCH + 1}, {"allowance_seen": 9}]
+)
+def test_a_report_of_another_membership_changes_nothing_and_is_answered_resync(
+    fields: dict[str, int],
+) -> None:
+    host = Host()
+    host.join("a", 3)
+    before = host.machine.snapshot()
+    message = Report(**{"epoch": EPOCH, "revision": 9, "allowance_seen": 1, "backed": 8, **fields})  # type: ignore[arg-type]
+    assert host.sent("a", message) == [Send("a", Resync(epoch=EPOCH))]
+    assert host.machine.counters["stale"] == 1
+    host.machine.counters["stale"] = 0
+    assert host.machine.snapshot() == before
+
+
+def test_a_report_of_a_stranger_is_answered_resync() -> None:
+    host = Host()
+    stranger = Report(epoch=EPOCH, revision=1, allowance_seen=0, backed=3)
+    assert host.sent("x", stranger) == [Send("x", Resync(epoch=EPOCH))]
+
+
+def test_an_older_report_changes_nothing_but_is_confirmed() -> None:
+    host = Host()
+    host.join("a", 3)
+    before = host.machine.snapshot()
+    old = Report(epoch=EPOCH, revision=1, allowance_seen=0, backed=9, need=1, want=1)
+    assert host.sent("a", old) == [Send("a", Seen(epoch=EPOCH, revision=1))]
+    assert host.machine.snapshot() == before
+
+
+# --- the end ---
+
+
+def test_the_arbiter_ends_after_its_last_member_unless_another_comes() -> None:
+    host = Host()
+    host.join("a", 3)
+    host.now_s = 1.0
+    assert host.sent("a", Bye()) == [
+        Note("a (pid 7) left"),
+        StopTimer("reclaim:a"),
+        StopTimer("allow:a"),
+        StartTimer("linger", 1.0 + LINGER_S),
+        Drop("a"),
+    ]
+    assert host.step(PeerLost(1.0, "a")) == []
+    assert host.hello("b")[0] == StopTimer("linger")
+    assert host.timer("linger") == []
+    host.step(PeerLost(1.0, "b"))
+    assert host.timer("linger") == [Exit()]
+
+
+# --- looking at it ---
+
+
+def test_status_shows_devices_instances_and_who_waits() -> None:
+    host = Host()
+    host.join("a", 3)
+    host.join("b", 6)
+    host.report("b", 6, need=3, running=1)
+    (reply,) = host.sent("tool", StatusQuery())
+    assert isinstance(reply, Send)
+    assert isinstance(reply.message, Status)
+    snapshot: dict[str, Any] = reply.message.snapshot
+    assert snapshot["epoch"] == EPOCH
+    assert snapshot["devices"] == {
+        "g": {
+            "total_bytes": 10 * MIB,
+            "capacity_bytes": 10 * MIB,
+            "foreign_bytes": 0,
+            "capped": False,
+            "held_bytes": 9 * MIB,
+            "booked_bytes": 9 * MIB,
+        }
+    }
+    assert snapshot["waiting"] == ["b"]
+    described = snapshot["instances"]["b"]
+    assert (described["held_extents"], described["held_bytes"]) == (6, {"g": 6 * MIB})
+    assert described["report"]["need"] == 3
+    assert "tool" not in host.machine.instances
+
+
+def test_instances_of_one_name_do_not_hide_each_other() -> None:
+    host = Host()
+    for peer in ("x", "y", "z"):
+        host.join(peer, 1, name="model")
+    host.report("z", 1, need=9, running=1)
+    snapshot: dict[str, Any] = host.machine.snapshot()
+    peers = {name: shown["incarnation"] for name, shown in snapshot["instances"].items()}
+    assert peers == {"model": "x", "model#2": "y", "model#3": "z"}
+    assert snapshot["waiting"] == ["model#3"]
+
+
+# --- what cannot happen ---
+
+
+def test_an_unknown_timer_raises_and_changes_nothing() -> None:
+    host = Host()
+    host.join("a", 3)
+    before = host.machine.snapshot()
+    with pytest.raises(LocalProtocolError):
+        host.timer("tea:a")
+    assert host.machine.snapshot() == before
+    assert host.timer("reclaim:gone") == host.timer("allow:gone") == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        hello("x", devices={"g": -1}),
+        hello("x", start_bytes={"h": 1}),
+        hello("x", base_bytes={"h": 1}),
+        hello("x", start_bytes={"g": -1}),
+        hello("x", devices={"h": 10 * MIB}),
+        hello("x", extents=0),
+        hello("x", floor=-1),
+        Report(epoch=EPOCH, revision=9, allowance_seen=0, backed=-1),
+        Report(epoch=EPOCH, revision=9, allowance_seen=0, backed=1, leaving=2),
+        Report(epoch=EPOCH, revision=9, allowance_seen=0, backed=1, need=2, want=1),
+    ],
+)
+def test_a_message_no_instance_sends_raises_and_changes_nothing(message: ToArbiter) -> None:
+    host = Host()
+    host.join("a", 3)
+    before = host.machine.snapshot()
+    with pytest.raises(RemoteProtocolError):
+        host.sent("a", message)
+    host.machine.check()
+    assert host.machine.snapshot() == before
+
+
+def test_the_check_finds_books_that_cannot_be() -> None:
+    host = Host()
+    host.join("a", 3)
+    host.machine.devices["g"].foreign_bytes = -1
+    with pytest.raises(InvariantViolation, match="foreign"):
+        host.machine.check()
+    host.machine.devices["g"].foreign_bytes = 0
+    host.machine.instances["a"].account.allowance = 11
+    with pytest.raises(InvariantViolation, match="above the cap"):
+        host.machine.check()
