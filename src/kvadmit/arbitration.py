@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import msgspec
 
-from kvadmit import policy
+from kvadmit import membership, policy
 from kvadmit.errors import InvariantViolation, LocalProtocolError
 from kvadmit.ledger import DeviceBook
-from kvadmit.membership import Instance, bounds, check_hello, check_report, labels, why_unfit
+from kvadmit.membership import Instance
 from kvadmit.messages import (
     Allowance,
     Bye,
@@ -159,7 +159,7 @@ class Arbitration:
                     self.counters["stale"] += 1
                     effects.append(Send(peer, Resync(epoch=self.epoch)))
                 else:
-                    check_report(message)
+                    membership.check_report(message)
                     effects.append(Send(peer, Seen(epoch=self.epoch, revision=message.revision)))
                     self._report(instance, message)
                     if message.allowance_seen == instance.account.revision:
@@ -175,9 +175,9 @@ class Arbitration:
         return report.epoch == self.epoch and seen <= instance.account.revision
 
     def _hello(self, peer: str, hello: Hello, effects: list[Effect]) -> None:
-        check_hello(hello)
+        membership.check_hello(hello)
         known = self.instances.get(peer)
-        reason = why_unfit(peer, hello, self.instances, self.devices)
+        reason = membership.why_unfit(peer, hello, self.instances, self.devices)
         if reason:
             self.counters["refusals"] += 1
             effects.extend((Send(peer, Refused(reason=reason)), Note(f"refused: {reason}")))
@@ -227,7 +227,7 @@ class Arbitration:
             )
             if book is None or not newer:
                 continue
-            least, most = bounds(self.instances, reading.device)
+            least, most = membership.bounds(self.instances, reading.device)
             book.read(reading, least_bytes=least, most_bytes=most)
             if reading.device in self._elected and not report.refused:
                 self._elected.discard(reading.device)
@@ -329,7 +329,7 @@ class Arbitration:
         geometry, account = instance.hello.geometry, instance.account
         report = account.report
         starting = instance.hello.start_bytes if instance.wants_start else {}
-        if starting and self._start_under_way(set(starting)):
+        if starting and membership.start_under_way(self.instances, set(starting)):
             starting = {}
         if geometry is None:
             return policy.Claimant(
@@ -358,13 +358,6 @@ class Arbitration:
 
     def _capped(self, instance: Instance) -> bool:
         return any(self.devices[device].capped for device in instance.cost)
-
-    def _start_under_way(self, devices: set[str]) -> bool:
-        """Whether another instance is loading on one of `devices`: one start at a time."""
-        return any(
-            i.loading and any(i.hello.start_bytes.get(d) for d in devices)
-            for i in self.instances.values()
-        )
 
     def _allow(self, peer: str, instance: Instance, now_s: float, effects: list[Effect]) -> None:
         extents = self._plan.allowance[peer]
@@ -462,7 +455,7 @@ class Arbitration:
 
         An instance is found under its name; of equal names the later ones have `#2`, `#3`...
         """
-        names = labels(self.instances)
+        names = membership.labels(self.instances)
         return {
             "epoch": self.epoch,
             "devices": {

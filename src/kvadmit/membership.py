@@ -110,6 +110,14 @@ def bounds(instances: Mapping[str, Instance], device: str) -> tuple[int, int]:
     return least, most
 
 
+def start_under_way(instances: Mapping[str, Instance], devices: set[str]) -> bool:
+    """Whether an instance is loading on one of `devices`: one start at a time."""
+    return any(
+        i.loading and any(i.hello.start_bytes.get(device) for device in devices)
+        for i in instances.values()
+    )
+
+
 def labels(instances: Mapping[str, Instance]) -> dict[str, str]:
     """Return peer -> a name for people; of equal names the later ones get `#2`, `#3`..."""
     taken: set[str] = set()

@@ -555,6 +555,17 @@ def test_a_measured_base_replaces_what_was_announced() -> None:
     assert host.machine.capacity("g") == 7 * MIB
 
 
+def test_who_serves_already_waits_for_no_start_at_a_new_arbiter() -> None:
+    host = Host()
+    fields: dict[str, Any] = {"start_bytes": {"g": 2 * MIB}}
+    turn = Send("a", StartTurn(epoch=EPOCH, revision=1))
+    assert turn in host.hello("a", **fields)
+    host.report("a", 5, running=1, **host.shown(3))
+    assert (host.machine.capacity("g"), host.foreign()) == (8 * MIB, 0)
+    late = Send("b", StartTurn(epoch=EPOCH, revision=1))
+    assert late in host.sent("b", hello("b", geometry=False, **fields))
+
+
 def test_a_start_that_dies_frees_the_turn() -> None:
     host = Host()
     host.join("a", 1)
