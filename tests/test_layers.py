@@ -78,6 +78,7 @@ ONLY_IMPORTERS: dict[str, tuple[str, ...]] = {
     "torch": ("vllm",),
     "vllm": ("vllm",),
     "uvloop": ("coordinator", "agent", "arbiter"),
+    "prometheus_client": ("vllm",),
     "numpy": ("testing",),
     "safetensors": ("testing",),
     "tokenizers": ("testing",),
@@ -103,7 +104,7 @@ FORBIDDEN_IN_CORE = (
 
 MODEL_FILES = {"numpy", "safetensors", "tokenizers"}
 """What writes the tiny model's files; all of it comes with vLLM."""
-LIBRARIES = {"msgspec", "zmq", "uvloop", "torch", "vllm"} | MODEL_FILES
+LIBRARIES = {"msgspec", "zmq", "uvloop", "torch", "vllm", "prometheus_client"} | MODEL_FILES
 """All that the package may import beside the standard library and itself."""
 
 

@@ -47,9 +47,16 @@ def wrap_create_engine_config(original: Any, activate: Callable[[], None]) -> Ca
         if settings is not None and _may_run(vllm_config, settings):
             _apply(vllm_config, settings, self)
             activate()
+            _show_metrics(settings)
         return vllm_config
 
     return create_engine_config
+
+
+def _show_metrics(settings: Settings) -> None:
+    from kvadmit.vllm.metrics import COLLECTOR  # not needed, and not loaded, when off
+
+    COLLECTOR.watch(settings.run_dir)
 
 
 def read_settings(vllm_config: Any) -> Settings | None:
