@@ -20,7 +20,8 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from bench.colocated.table import policies_of, throughput_ratio, title
+from bench.colocated.figures import policies_of, throughput_ratio
+from bench.colocated.table import title
 from kvadmit.units import MIB
 
 Json = dict[str, Any]

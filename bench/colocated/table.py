@@ -6,40 +6,27 @@ about. Everything is read from the result JSON, so an old file prints the same t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from bench.colocated.figures import (
+    Figure,
+    Json,
+    mean_over_requests,
+    own,
+    policies_of,
+    throughput_ratio,
+    total,
+    worst,
+)
 from bench.colocated.outcome import COUNTS
-from bench.colocated.statistics import Ratio, median, paired_ratio
+from bench.colocated.statistics import median
 from kvadmit.units import format_bytes
 
-Json = dict[str, Any]
-Figure = Callable[[Json], float | None]
-"""Takes one run's entry."""
-
 DASH = "-"
-
-
-def policies_of(runs: Sequence[Json]) -> list[str]:
-    """Return the policies of `runs`, in order of first appearance."""
-    return list(dict.fromkeys(run["policy"] for run in runs))
-
-
-def throughput_ratio(runs: Sequence[Json], policy: str, reference: str) -> Ratio | None:
-    """Return output tokens per second of `policy` over those of `reference`, by repeat."""
-
-    def by_repeat(name: str) -> dict[int, float]:
-        return {
-            run["repeat"]: run["output_tokens_per_s"]
-            for run in runs
-            if run["policy"] == name and run["output_tokens_per_s"] is not None
-        }
-
-    return paired_ratio(by_repeat(policy), by_repeat(reference))
 
 
 def render(result: Json) -> RenderableType:
@@ -104,40 +91,7 @@ def _note(result: Json) -> str:
     )
 
 
-# --- figures -----------------------------------------------------------------------------------
-
-
-def _sum(key: str) -> Figure:
-    def figure(run: Json) -> float | None:
-        values = [i[key] for i in run["instances"] if i[key] is not None]
-        return sum(values) if values else None
-
-    return figure
-
-
-def _worst(key: str, part: str | None = None) -> Figure:
-    def figure(run: Json) -> float | None:
-        found = [i.get(key) for i in run["instances"]]
-        if part is not None:
-            found = [spread.get(part) if spread else None for spread in found]
-        values = [value for value in found if value is not None]
-        return max(values) if values else None
-
-    return figure
-
-
-def _mean(key: str) -> Figure:
-    def figure(run: Json) -> float | None:
-        pairs = [(i["completed"], i[key]["mean"]) for i in run["instances"]]
-        known = [(count, value) for count, value in pairs if count and value is not None]
-        total = sum(count for count, _ in known)
-        return sum(count * value for count, value in known) / total if total else None
-
-    return figure
-
-
-def _own(key: str) -> Figure:
-    return lambda run: run[key]
+# --- formats -----------------------------------------------------------------------------------
 
 
 def _count(value: float) -> str:
@@ -165,40 +119,40 @@ _SECTIONS: list[tuple[str, list[tuple[str, Figure, Show]]]] = [
     (
         "throughput",
         [
-            ("completed", _sum("completed"), _count),
-            ("failed", _sum("failed"), _count),
-            ("elapsed", _own("elapsed_s"), _seconds),
-            ("output tokens/s", _own("output_tokens_per_s"), _count),
+            ("completed", total("completed"), _count),
+            ("failed", total("failed"), _count),
+            ("elapsed", own("elapsed_s"), _seconds),
+            ("output tokens/s", own("output_tokens_per_s"), _count),
         ],
     ),
     (
         "time to first token",
         [
-            ("mean", _mean("ttft_s"), _seconds),
-            *[(p, _worst("ttft_s", p), _seconds) for p in ("p50", "p95", "p99")],
+            ("mean", mean_over_requests("ttft_s"), _seconds),
+            *[(p, worst("ttft_s", p), _seconds) for p in ("p50", "p95", "p99")],
         ],
     ),
     (
         "time per output token",
         [
-            ("mean", _mean("tpot_s"), _milliseconds),
-            *[(p, _worst("tpot_s", p), _milliseconds) for p in ("p95", "p99")],
-            ("one-block probes, mean", _worst("probe_tpot_s", "mean"), _milliseconds),
+            ("mean", mean_over_requests("tpot_s"), _milliseconds),
+            *[(p, worst("tpot_s", p), _milliseconds) for p in ("p95", "p99")],
+            ("one-block probes, mean", worst("probe_tpot_s", "mean"), _milliseconds),
         ],
     ),
     (
         "memory",
         [
-            ("preemptions", _sum("preemptions"), _count),
-            *[(name.replace("_", " "), _sum(name), _count) for name in COUNTS],
-            ("growth latency p50", _worst("grow_latency_s", "p50"), _milliseconds),
-            ("growth latency p99", _worst("grow_latency_s", "p99"), _milliseconds),
-            ("grant wait p50", _worst("grant_wait_s", "p50"), _milliseconds),
-            ("grant wait p99", _worst("grant_wait_s", "p99"), _milliseconds),
-            ("scheduler wait p50", _worst("scheduler_wait_us", "p50"), _microseconds),
-            ("scheduler wait p99", _worst("scheduler_wait_us", "p99"), _microseconds),
-            ("scheduler wait max", _worst("scheduler_wait_us", "max"), _microseconds),
-            ("most held by one instance", _worst("peak_held_bytes"), _bytes),
+            ("preemptions", total("preemptions"), _count),
+            *[(name.replace("_", " "), total(name), _count) for name in COUNTS],
+            ("growth latency p50", worst("grow_latency_s", "p50"), _milliseconds),
+            ("growth latency p99", worst("grow_latency_s", "p99"), _milliseconds),
+            ("grant wait p50", worst("grant_wait_s", "p50"), _milliseconds),
+            ("grant wait p99", worst("grant_wait_s", "p99"), _milliseconds),
+            ("scheduler wait p50", worst("scheduler_wait_us", "p50"), _microseconds),
+            ("scheduler wait p99", worst("scheduler_wait_us", "p99"), _microseconds),
+            ("scheduler wait max", worst("scheduler_wait_us", "max"), _microseconds),
+            ("most held by one instance", worst("peak_held_bytes"), _bytes),
         ],
     ),
 ]
