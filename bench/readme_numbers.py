@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""Write the README's numbers from the committed results, or check that they are still those.
+
+    python bench/readme_numbers.py           # rewrite the part of README.md between the marks
+    python bench/readme_numbers.py --check   # exit 1 if it differs
+
+Reads `bench/results/contention-*.json`; prints nothing that is not in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file
+
+from bench.colocated.figures import (
+    Figure,
+    Json,
+    mean_over_requests,
+    own,
+    policies_of,
+    throughput_ratio,
+    total,
+    worst,
+)
+from bench.colocated.statistics import median, paired_ratio
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
+DELAYS_MS = (0, 50, 500)
+NOTHING = "-"
+
+
+def main() -> int:
+    """Rewrite README.md, or compare; returns the exit code."""
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("--check", action="store_true", help="change nothing, exit 1 if stale")
+    check = arguments.parse_args().check
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    wanted = f"{before}{BEGIN}\n{numbers()}{END}{after}"
+    if check:
+        if text != wanted:
+            print("README.md shows other numbers than bench/results; run bench/readme_numbers.py")
+        return int(text != wanted)
+    readme.write_text(wanted)
+    return 0
+
+
+def numbers() -> str:
+    """Return everything between the marks, in Markdown."""
+    parts = []
+    for name, heading in (
+        ("contention-alternating", "Bursts that take turns (`alternating`)"),
+        ("contention-symmetric", "Both pressed all the time (`symmetric`)"),
+        ("contention-sim-tp4", "*Simulated*: two TP=4 instances, 390 + 390 requests"),
+    ):
+        result = load(name)
+        parts.append(f"**{heading}**, {described(result)}\n\n{comparison(result)}")
+    parts.append(
+        "**Workers that answer late**: what the scheduler thread waits, and what requests that "
+        f"need no growth notice\n\n{delays()}"
+    )
+    return "\n" + "\n\n".join(parts) + "\n\n"
+
+
+def load(name: str) -> Json:
+    """Return a committed result."""
+    result: Json = json.loads((RESULTS / f"{name}.json").read_text())
+    return result
+
+
+def described(result: Json) -> str:
+    """Return where and how a result was measured, with the file that holds it."""
+    runs, versions = result["runs"], result["versions"]
+    repeats = len({run["repeat"] for run in runs})
+    engine = "simulated engine" if runs[0]["engine"] == "sim" else f"vLLM {versions['vllm']}"
+    hardware = result["hardware"]
+    return (
+        f"{engine}, {hardware['cpu']}, {hardware['cores']} cores, commit {result['commit']}, "
+        f"{repeats} {'repeat' if repeats == 1 else 'interleaved repeats'}"
+    )
+
+
+def comparison(result: Json) -> str:
+    """Return the table of one result: a row per policy."""
+    runs = result["runs"]
+    policies = policies_of(runs)
+    rows = [
+        "| policy | completed / failed | output tok/s | ratio | mean TTFT | preemptions "
+        "| misses + rejections | timer probes | scheduler wait p99 |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for policy in policies:
+        mine = [run for run in runs if run["policy"] == policy]
+        completed = sum(total("completed")(run) or 0 for run in mine)
+        failed = sum(total("failed")(run) or 0 for run in mine)
+        ratio = throughput_ratio(runs, policy, policies[0])
+        misses = middle(mine, total("allocation_misses"))
+        rejections = middle(mine, total("headroom_rejections"))
+        refused = None if misses is None else misses + (rejections or 0)
+        cells = [
+            policy,
+            f"{completed:.0f} / {failed:.0f}",
+            show(middle(mine, own("output_tokens_per_s")), "{:,.0f}"),
+            "1" if policy == policies[0] else str(ratio or NOTHING),
+            show(middle(mine, mean_over_requests("ttft_s")), "{:.2f} s"),
+            show(middle(mine, total("preemptions")), "{:.0f}"),
+            show(refused, "{:,.0f}"),
+            show(middle(mine, total("timer_probes")), "{:.0f}"),
+            show(middle(mine, worst("scheduler_wait_us", "p99")), "{:,.1f} us"),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def delays() -> str:
+    """Return the table of late workers: a row per policy and delay."""
+    results = {delay: load(f"contention-delay-{delay}")["runs"] for delay in DELAYS_MS}
+    rows = [
+        "| policy | workers late by | scheduler wait max | growth latency p50 "
+        "| TPOT of requests without growth, over no delay |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    probe = worst("probe_tpot_s", "mean")
+    for policy in policies_of(results[DELAYS_MS[0]]):
+        for delay, runs in results.items():
+            mine = [run for run in runs if run["policy"] == policy]
+            undelayed = by_repeat(results[0], policy, probe)
+            ratio = paired_ratio(by_repeat(runs, policy, probe), undelayed)
+            longest = middle(mine, worst("scheduler_wait_us", "max"))
+            cells = [
+                policy,
+                f"{delay} ms",
+                show(None if longest is None else longest / 1e3, "{:,.2f} ms"),
+                show(milli(middle(mine, worst("grow_latency_s", "p50"))), "{:,.1f} ms"),
+                "1" if delay == DELAYS_MS[0] else str(ratio or NOTHING),
+            ]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def by_repeat(runs: list[Json], policy: str, figure: Figure) -> dict[int, float]:
+    """Return the figure of a policy's runs by repeat."""
+    found = {run["repeat"]: figure(run) for run in runs if run["policy"] == policy}
+    return {repeat: value for repeat, value in found.items() if value is not None}
+
+
+def middle(runs: list[Json], figure: Figure) -> float | None:
+    """Return the median over runs of what applies."""
+    return median(figure(run) for run in runs)
+
+
+def milli(seconds: float | None) -> float | None:
+    """Return milliseconds."""
+    return None if seconds is None else seconds * 1e3
+
+
+def show(value: float | None, form: str) -> str:
+    """Return `value` in words, a dash where it does not apply."""
+    return NOTHING if value is None else form.format(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
