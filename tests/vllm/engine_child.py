@@ -51,6 +51,10 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
             return status(llm)
         case "differing":
             return differing_elsewhere(llm)
+        case "another":
+            other = make_engine(request["arguments"])
+            answered = generate(other, request["prompts"], request["tokens"])
+            return answered | {"status": status(other)}
         case "length":
             return {"max_model_len": llm.llm_engine.model_config.max_model_len}
         case other:

@@ -68,6 +68,19 @@ def test_enabled_in_process_serves_the_same_tokens_and_installs_its_hooks(run_di
     assert not list(run_dir.glob("i-*")), "an instance that ended left files behind"
 
 
+@pytest.mark.slow
+def test_a_stock_engine_beside_an_enabled_one_stays_stock(run_dir: Path) -> None:
+    """Two engines of one process; the second one's children inherit the mark of the first."""
+    stock = engine_arguments(DENSE, kv_cache_memory_bytes=16 * MIB)
+    ours = engine_arguments(DENSE, additional_config=kvadmit(run_dir, host_pool=16 * MIB))
+    with engine(ours) as child:
+        expected = child.generate(prompts(8), 40)
+        other = child.ask("another", arguments=stock, prompts=prompts(8), tokens=40)
+        assert other["ids"] == expected
+        assert other["status"] == {}
+        assert child.status()["pool"]["resident_extents"] >= 1
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

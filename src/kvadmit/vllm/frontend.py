@@ -13,8 +13,7 @@ from typing import Any
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import FinishReason
 
-NEVER = "kvadmit.never: "
-LATE = "kvadmit.late: "
+from kvadmit.vllm.failures import LATE, NEVER
 
 
 def wrap_process_outputs(original: Any) -> Callable[..., Any]:
