@@ -13,6 +13,7 @@ from kvadmit.member import (
     PREPARED,
     AwaitDevice,
     CallDriver,
+    CaptureChanged,
     DeviceIdle,
     DriverDone,
     Event,
@@ -50,15 +51,18 @@ class MemberAgainstTwin(RuleBasedStateMachine):
         self.call: CallDriver | None = None
         self.waits: set[int] = set()
         self.enqueued = self.last_order = 0
+        self.capturing = False
 
     def feed(self, event: Event) -> None:
         for effect in self.member.step(event):
             match effect:
                 case CallDriver():
+                    assert not self.capturing
                     assert self.call is None, "never two driver calls at a time"
                     self.call = effect
                     self.may_call(effect)
                 case AwaitDevice(order):
+                    assert not self.capturing
                     assert order not in self.waits
                     self.waits.add(order)
                 case Send(Answer() as answer):
@@ -146,6 +150,11 @@ class MemberAgainstTwin(RuleBasedStateMachine):
         self.enqueued += 1
         self.feed(StepEnqueued(0.0, self.enqueued))
 
+    @rule()
+    def capture(self) -> None:
+        self.capturing = not self.capturing
+        self.feed(CaptureChanged(0.0, self.capturing))
+
     @invariant()
     def same(self) -> None:
         words = {MAPPED: "mapped", PARTIAL: "partial", PREPARED: "prepared"}
@@ -154,6 +163,8 @@ class MemberAgainstTwin(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever arrived is answered once steps, device and driver go on."""
         arrived = {n for n in self.open if n in self.member.snapshot()["orders"]}  # type: ignore[operator]
+        if self.capturing:
+            self.capture()
         self.enqueued += 3
         self.feed(StepEnqueued(0.0, self.enqueued))
         while self.waits or self.call is not None:
@@ -171,4 +182,4 @@ class MemberAgainstTwin(RuleBasedStateMachine):
 
 
 TestMemberAgainstTwin = MemberAgainstTwin.TestCase
-TestMemberAgainstTwin.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMemberAgainstTwin.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
