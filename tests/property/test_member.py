@@ -43,8 +43,8 @@ class MemberAgainstTwin(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.member = Member(rank=0, device="g", extents=EXTENTS, prefix=1)
-        self.twin = ["mapped"] + ["absent"] * (EXTENTS - 1)
+        self.member = Member(rank=0, device="g", extents=EXTENTS, prefix=3)
+        self.twin = ["mapped"] * 3 + ["absent"] * (EXTENTS - 3)
         self.sent: list[MapGrant] = []
         self.open: dict[int, MapGrant] = {}
         self.answers: dict[int, Answer] = {}

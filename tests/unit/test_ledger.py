@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvadmit.ledger import Account, DeviceBook
 from kvadmit.messages import DeviceReading, Report
 
 
-def report(revision: int, seen: int, backed: int, **more: int) -> Report:
+def report(revision: int, seen: int, backed: int, **more: Any) -> Report:
     return Report(epoch=1, revision=revision, allowance_seen=seen, backed=backed, **more)
 
 
@@ -47,18 +49,24 @@ def test_an_older_or_repeated_report_changes_nothing() -> None:
 
 def test_settled_means_seen_still_and_nothing_unspent() -> None:
     account = Account()
-    assert account.settled
     revision = account.allow(4)
-    assert not account.settled
-    account.receive(report(1, revision, 3))
-    assert not account.settled, "one more may be prepared at any moment"
-    account.receive(report(2, revision, 4))
-    assert account.settled
-    account.receive(report(3, revision, 4, leaving=1))
-    assert not account.settled
-    assert account.surely_held == 3
-    account.receive(report(4, revision, 4, preparing=1))
-    assert not account.settled
+    cases = (
+        (report(1, 0, 4), False, "the allowance is on its way"),
+        (report(2, revision, 3), False, "one more may be prepared at any moment"),
+        (report(3, revision, 4), True, "nothing moves"),
+        (report(4, revision, 4, leaving=1), False, "one is going"),
+        (report(5, revision, 4, preparing=1), False, "one is coming"),
+        (report(6, revision, 6), True, "more than allowed, and nothing moves"),
+    )
+    for message, settled, why in cases:
+        account.receive(message)
+        assert account.settled is settled, why
+
+
+def test_what_is_surely_held_leaves_out_all_that_moves() -> None:
+    account = Account()
+    account.receive(report(1, 0, 6, preparing=2, orphan=1, leaving=2))
+    assert account.surely_held == 4
 
 
 def test_a_quiet_reading_is_exact_and_a_busy_one_only_bounds() -> None:
