@@ -95,7 +95,10 @@ class Arbiter:
             kind = type(message).__name__
             self._refuse(peer, RemoteProtocolError(f"the arbiter takes no {kind}"))
             return
-        self._step(arbitration.PeerSent(time.monotonic(), peer, message))
+        try:
+            self._step(arbitration.PeerSent(time.monotonic(), peer, message))
+        except RemoteProtocolError as error:  # raised before anything changed
+            self._refuse(peer, error)
 
     def _refuse(self, peer: str, error: KvAdmitError) -> None:
         """Part with a peer that broke the contract, and say why.

@@ -165,12 +165,24 @@ def test_a_peer_without_a_lease_gets_nothing(run_dir: Path) -> None:
             assert set(instances) == {"member"}
 
 
-def test_who_breaks_the_contract_is_told_and_dropped(run_dir: Path) -> None:
-    reading = DeviceReading(device="host", free_bytes=0, total_bytes=0, sequence=1)
+READING = DeviceReading(device="host", free_bytes=0, total_bytes=0, sequence=1)
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        (Headroom(rank=0, reading=READING), "Headroom"),
+        (hello("liar", start_bytes={"elsewhere": 1}), "liar names unknown devices"),
+    ],
+    ids=["wrong type", "impossible hello"],
+)
+def test_who_breaks_the_contract_is_told_and_dropped(
+    run_dir: Path, broken: Message, named: str
+) -> None:
     with arbiter(run_dir):
         run = RunDir.open(str(run_dir))
         with Peer(run) as peer:
-            ready = peer.ask(Headroom(rank=0, reading=reading))
+            ready = peer.ask(broken)
             while not any(isinstance(found, LeaseLost) for found in ready):
                 more = peer.poller.wait(WAIT_S)
                 assert more, "the arbiter closes the lease line"
@@ -178,7 +190,7 @@ def test_who_breaks_the_contract_is_told_and_dropped(run_dir: Path) -> None:
             (refused,) = messages(ready)
             assert isinstance(refused, Refused)
             assert refused.code == "protocol.remote"
-            assert "Headroom" in refused.reason
+            assert named in refused.reason
             assert not any(isinstance(found, BadPeer) for found in ready)
         with Peer(run) as good:
             assert messages(good.ask(StatusQuery()))
