@@ -11,7 +11,6 @@ otherwise looked at every REFRESH_S, because a post wakes another thread.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Generic, TypeVar
 
 from kvadmit.extents import from_runs, to_runs
@@ -37,19 +36,21 @@ B = TypeVar("B", bound=Block)
 
 
 class WaitHistogram:
-    """Durations in nanoseconds, kept in buckets an eighth of an octave wide.
+    """Durations in nanoseconds, in buckets an eighth of an octave wide.
 
-    Adding costs one binary search; a quantile is right to within 9 %.
+    Adding is a few shifts, no search; a quantile is right to within 13 %.
     """
 
     def __init__(self) -> None:
-        self._bounds = [round(100 * 2 ** (step / 8)) for step in range(8 * 24)]
-        self._counts = [0] * (len(self._bounds) + 1)
+        self._counts = [0] * (8 * 64)
         self.max_ns = 0
 
     def add(self, duration_ns: int) -> None:
         """Count one duration."""
-        self._counts[bisect_left(self._bounds, duration_ns)] += 1
+        bits = duration_ns.bit_length()
+        # The three bits after the leading one tell the eighths of an octave apart.
+        eighth = (duration_ns >> (bits - 4)) & 7 if bits > 3 else 0
+        self._counts[bits * 8 + eighth] += 1
         if duration_ns > self.max_ns:
             self.max_ns = duration_ns
 
@@ -65,7 +66,8 @@ class WaitHistogram:
         for index, count in enumerate(self._counts):
             seen += count
             if count and seen >= rank:
-                bound = self._bounds[index] if index < len(self._bounds) else self.max_ns
+                bits, eighth = divmod(index, 8)
+                bound = ((9 + eighth) << (bits - 4)) - 1 if bits > 3 else 7
                 return min(bound, self.max_ns) / 1000
         return None
 
@@ -104,9 +106,9 @@ class Admission(Generic[B]):
         self._missing = 0
         self._lack = 0
         """Uncached blocks short of the low watermark; negative: above it."""
-        self._need_seen = 0
-        self._want_seen = 0
-        """The highest of need_total and want_total since the last look."""
+        self._missing_seen = 0
+        self._lack_seen = 0
+        """The highest of both since the last look."""
         self._posted = PoolLevels(resident=0)
         self._posted_s = 0.0
         self._look_s = 0.0
@@ -178,6 +180,11 @@ class Admission(Generic[B]):
         return self._port.pending
 
     @property
+    def pressed(self) -> bool:
+        """Whether another instance waits for memory."""
+        return self._port.pressure
+
+    @property
     def over_limit(self) -> bool:
         """Whether more extents are resident than the coordinator allows."""
         return self.pool.resident > self._limit
@@ -227,7 +234,12 @@ class Admission(Generic[B]):
             or (running + waiting == 0) != (posted.running + posted.waiting == 0)
         ):
             self._post(self._levels(), now_s)
-        elif missing > 0 or lack > 0 or now_s >= self._look_s:
+            return
+        if missing > self._missing_seen:
+            self._missing_seen = missing
+        if lack > self._lack_seen:
+            self._lack_seen = lack
+        if now_s >= self._look_s:
             self._look(now_s)
 
     def count_step(self, *, missed: bool, held: bool) -> None:
@@ -244,39 +256,29 @@ class Admission(Generic[B]):
             self._post(levels, now_s)
 
     def _look(self, now_s: float) -> None:
-        """Remember what is asked for; now and then post what was asked for at most."""
-        self._need_seen = max(self._need_seen, self._need())
-        self._want_seen = max(self._want_seen, self._want())
-        if now_s < self._look_s:
-            return
+        """Post what was asked for at most since the last look, if it is worth it."""
+        self._look_s = now_s + REFRESH_S
         levels = self._levels()
         if self._worth_posting(levels, now_s):
             self._post(levels, now_s)
-        self._look_s = now_s + REFRESH_S
-        self._need_seen = self._want_seen = 0
-
-    def _need(self) -> int:
-        if self._missing <= 0:
-            return 0
-        return min(self.pool.resident + ceil_div(self._missing, self._whole), self.ceiling)
-
-    def _want(self) -> int:
-        if self._lack <= 0:
-            return 0
-        resident = self.pool.resident
-        ahead = max(self._whole, resident * self._whole // AHEAD_SHARE)
-        return min(resident + ceil_div(self._lack + ahead, self._whole), self.ceiling)
+        self._missing_seen = self._lack_seen = 0
 
     def _levels(self) -> PoolLevels:
         holdings = self.pool.levels()
+        resident, whole, ceiling = holdings.resident, self._whole, self.ceiling
         need = want = 0
         if self._running or self._waiting:
-            need = max(self._need_seen, self._need())
-            want = max(self._want_seen, self._want())
-            if not want:
-                want = holdings.resident - min(holdings.free, -self._lack // self._whole)
+            missing = max(self._missing, self._missing_seen)
+            lack = max(self._lack, self._lack_seen)
+            if missing > 0:
+                need = min(resident + ceil_div(missing, whole), ceiling)
+            if lack > 0:
+                ahead = max(whole, resident * whole // AHEAD_SHARE)
+                want = min(resident + ceil_div(lack + ahead, whole), ceiling)
+            else:
+                want = resident - min(holdings.free, -lack // whole)
         return PoolLevels(
-            resident=holdings.resident,
+            resident=resident,
             need_total=need,
             want_total=max(need, want),
             free=holdings.free,

@@ -30,8 +30,10 @@ WAITERS_SEEN = 32
 PARK_S_MAX = 1.0
 """Bounds the wait should a wake-up ever be lost."""
 IN_PROCESS_WAIT_S = 0.05
-HORIZON_STEPS = (2, 64)
-"""Fewest and most steps ahead for which running requests' blocks are kept free."""
+HORIZON_STEPS = (8, 32)
+"""Fewest and most steps that a growth is taken to last when looking ahead."""
+LOOKED_AT = 32
+"""How many running requests stand for all of them when looking ahead."""
 
 _elastic_classes: dict[type, type] = {}
 
@@ -101,15 +103,18 @@ class ElasticScheduler:
         # What lasts over steps.
         self.kvadmit_held_before = False
         self.kvadmit_horizon = 0
-        self.kvadmit_horizon_age = 0
+        self.kvadmit_low = 0
+        self.kvadmit_age = 0
+        """Steps for which horizon and low watermark still hold unless something happens."""
         self.kvadmit_tokens_per_step = 1 + getattr(self, "num_spec_tokens", 0)
-        self.kvadmit_step_s = 0.0
         self.kvadmit_last_s = 0.0
+        self.kvadmit_last_step = 0
         self.kvadmit_mean_blocks = 1.0
         self.kvadmit_head: Any = None
-        self.kvadmit_head_blocks = 0
+        self.kvadmit_blocks_of_head = 0
         self.kvadmit_blocked_since: dict[str, float] = {}
         engine.scheduler = self
+        self._kvadmit_set_watermark()
         self._kvadmit_hook_managers()
 
     # --- one step -------------------------------------------------------------------------------
@@ -154,16 +159,19 @@ class ElasticScheduler:
         return moved
 
     def _kvadmit_after(self: Any, output: Any, now_s: float) -> None:
+        """Give the step its number; publish what it showed if anything may have changed."""
         admission = self.kvadmit
-        running, waiting = len(self.running), len(self.waiting)
         if output.total_num_scheduled_tokens:
             admission.step += 1
-            passed_s = now_s - self.kvadmit_last_s
-            self.kvadmit_last_s = now_s
-            if passed_s < 1.0:
-                self.kvadmit_step_s += 0.1 * (passed_s - self.kvadmit_step_s)
+            output.kvadmit_step = admission.step
+            self.kvadmit_age -= 1
+            if self.kvadmit_tried is None and self.kvadmit_age > 0 and not self.kvadmit_missed:
+                queue = admission.pool.queue
+                if queue.num_free_blocks - queue.num_cached_blocks >= self.kvadmit_low:
+                    return
         output.kvadmit_step = admission.step
         held = self.kvadmit_may_hold is True
+        running, waiting = len(self.running), len(self.waiting)
         missing = 0
         if self.kvadmit_missed or (running and not output.num_scheduled_tokens):
             missing = self._kvadmit_running_lack(output)
@@ -171,14 +179,12 @@ class ElasticScheduler:
             missing = max(missing, self._kvadmit_waiter_lack(now_s))
         if held:
             self._kvadmit_set_watermark()
-        low = 0
-        if running:
-            self.kvadmit_horizon_age -= 1
-            if self.kvadmit_horizon_age <= 0:
-                self._kvadmit_look_ahead(running)
-            low = max(self.kvadmit_horizon, admission.pool.extent_blocks)
+        if self.kvadmit_age <= 0:
+            self._kvadmit_look_ahead(running, now_s)
+        low = max(self.kvadmit_horizon, admission.pool.extent_blocks) if running else 0
         if waiting:
             low += self._kvadmit_prompts(waiting)
+        self.kvadmit_low = low
         admission.publish(now_s, running=running, waiting=waiting, missing=missing, low=low)
         if missing or held or self.kvadmit_held_before:
             self.kvadmit_held_before = held
@@ -267,22 +273,23 @@ class ElasticScheduler:
 
     def _kvadmit_waiter_lack(self: Any, now_s: float) -> int:
         """Return how many blocks the oldest waiter lacks; fail it when it waits in vain."""
-        request = self.kvadmit_tried
+        request, asked = self.kvadmit_tried, self.kvadmit_asked
         del self.kv_cache_manager.coordinator.get_num_blocks_to_allocate
-        asked = self.kvadmit_asked
         if request.status is RequestStatus.RUNNING or not asked:
             if self.kvadmit_blocked_since:
                 self.kvadmit_blocked_since.clear()
             return 0
         if asked > len(self.kv_cache_manager.block_pool.blocks):
             return 0  # vLLM's word for "not now", without a number (map 5.1)
-        blocks = self._kvadmit_blocks(request)
-        if self.kvadmit.fits_never(blocks):
+        admission = self.kvadmit
+        blocks = self._kvadmit_head_blocks(request)
+        if admission.fits_never(blocks):
             self._kvadmit_fail_too_large([request])
             return 0
-        self._kvadmit_watch_patience(request, blocks, now_s)
+        if not admission.fits_alone(blocks) or self.kvadmit_blocked_since:
+            self._kvadmit_watch_patience(request, blocks, now_s)
         watermark = self.kv_cache_manager.watermark_blocks if self.running else 0
-        lack: int = asked + watermark - self.kvadmit.pool.queue.num_free_blocks
+        lack: int = asked + watermark - admission.pool.queue.num_free_blocks
         return max(0, lack)
 
     def _kvadmit_watch_patience(self: Any, request: Any, blocks: int, now_s: float) -> None:
@@ -347,24 +354,30 @@ class ElasticScheduler:
         The oldest exactly, the others by the mean of recent requests: the queue is long just
         when there is no time to walk it.
         """
-        head = self.waiting.peek_request()
-        if head is not self.kvadmit_head:
-            self.kvadmit_head = head
-            self.kvadmit_head_blocks = self._kvadmit_blocks(head)
-        others = min(waiting, WAITERS_SEEN) - 1
-        return int(self.kvadmit_head_blocks + others * self.kvadmit_mean_blocks)
+        head = self._kvadmit_head_blocks(self.waiting.peek_request())
+        return int(head + (min(waiting, WAITERS_SEEN) - 1) * self.kvadmit_mean_blocks)
 
-    def _kvadmit_look_ahead(self: Any, running: int) -> None:
+    def _kvadmit_head_blocks(self: Any, request: Any) -> int:
+        """Return `_kvadmit_blocks` of the oldest waiter, who is asked about again and again."""
+        head = (request, request.num_tokens)
+        if head != self.kvadmit_head:
+            self.kvadmit_head = head
+            self.kvadmit_blocks_of_head = self._kvadmit_blocks(request)
+        return int(self.kvadmit_blocks_of_head)
+
+    def _kvadmit_look_ahead(self: Any, running: int, now_s: float) -> None:
         """Set the blocks that running requests take until a growth asked for now is there.
 
-        Counted request by request, twice in that time, and only while the free blocks would
-        not cover every one of them crossing a block boundary.
+        Counted from at most LOOKED_AT requests, once in that time, and only while the free
+        blocks would not cover every one of them crossing a block boundary.
         """
-        step_s = self.kvadmit_step_s or 1e-3
-        steps = round(self.kvadmit.growth_latency_s / step_s)
+        passed = self.kvadmit.step - self.kvadmit_last_step
+        step_s = (now_s - self.kvadmit_last_s) / passed if passed else 1.0
+        self.kvadmit_last_s, self.kvadmit_last_step = now_s, self.kvadmit.step
+        steps = round(self.kvadmit.growth_latency_s / max(step_s, 1e-4))
         steps = min(max(steps, HORIZON_STEPS[0]), HORIZON_STEPS[1])
-        self.kvadmit_horizon_age = max(HORIZON_STEPS[0], steps // 2)
-        tokens = steps * self.kvadmit_tokens_per_step
+        self.kvadmit_age = HORIZON_STEPS[0] if self.kvadmit.pressed else steps
+        tokens = 2 * steps * self.kvadmit_tokens_per_step
         size, groups = self.kvadmit_block_size, len(self.kvadmit_groups)
         prefill = 0
         for request in self._inflight_prefills:
@@ -375,8 +388,10 @@ class ElasticScheduler:
         last = size - tokens
         if free >= 2 * (crossing + ceil_div(prefill, size)) * groups:
             crossing = ceil_div(running * tokens, size)
-        elif last > 0:
-            crossing = sum([request.num_computed_tokens % size >= last for request in self.running])
+        elif last > 0 and running:
+            seen = self.running[:: ceil_div(running, LOOKED_AT)]
+            near = sum([request.num_computed_tokens % size >= last for request in seen])
+            crossing = ceil_div(near * running, len(seen))
         horizon = (crossing + ceil_div(prefill, size)) * groups
         if horizon != self.kvadmit_horizon:
             self.kvadmit_horizon = horizon

@@ -1,0 +1,391 @@
+"""The scheduler mixin over a base that does as the test says, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.request import RequestStatus
+
+from kvadmit.admission import Admission
+from kvadmit.port import Ceiling, Limit, PoolLevels, PoolPort, PoolReturned, Resident
+from kvadmit.vllm import scheduler as module
+from kvadmit.vllm.failures import LATE, NEVER
+
+pytestmark = pytest.mark.vllm
+
+WHOLE = 4
+EXTENTS = 16
+SIZE = 32
+
+
+class Block:
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.block_hash: object = None
+
+
+class Queue(deque[Any]):
+    def peek_request(self) -> Any:
+        return self[0]
+
+
+class Coordinator:
+    """vLLM's KV cache coordinator: one manager, and a count that the test gives."""
+
+    def __init__(self, manager: Any) -> None:
+        self.single_type_managers = [manager]
+
+    def get_num_blocks_to_allocate(self, wanted: int) -> int:
+        return wanted
+
+
+class Output(SimpleNamespace):
+    total_num_scheduled_tokens: int
+    kvadmit_step: int
+
+
+class Base:
+    """As much of vLLM's scheduler as the mixin touches."""
+
+    def __init__(self, prefix: int, wait_s: float) -> None:
+        spec = SimpleNamespace(max_memory_usage_bytes=lambda _: 1 << 20, page_size_bytes=1)
+        manager = SimpleNamespace(block_size=SIZE, kv_cache_spec=spec, req_to_blocks={})
+        blocks = [Block(number) for number in range(EXTENTS * WHOLE)]
+        self.vllm_config = SimpleNamespace()
+        self.running: list[Any] = []
+        self.waiting = Queue()
+        self.finished: list[tuple[str, Any]] = []
+        self._inflight_prefills: set[Any] = set()
+        self.freeable = True
+        self.kv_cache_manager = SimpleNamespace(
+            block_pool=SimpleNamespace(
+                blocks=blocks, _maybe_evict_cached_block=lambda _: None, num_gpu_blocks=0
+            ),
+            coordinator=Coordinator(manager),
+            watermark_blocks=0,
+            get_computed_blocks=lambda _: None,
+        )
+        self.script: Callable[[], int] = lambda: len(self.running)
+        """What vLLM does in a step; returns how many tokens it scheduled."""
+
+    def schedule(self) -> Output:
+        tokens = self.script()
+        scheduled = {one.request_id: 1 for one in self.running} if tokens else {}
+        return Output(total_num_scheduled_tokens=tokens, num_scheduled_tokens=scheduled)
+
+    def _request_blocks_can_be_freed(self, request: Any) -> bool:
+        return self.freeable
+
+    def add_request(self, request: Any) -> None:
+        self.waiting.append(request)
+
+    def finish_requests(self, request_id: str, status: Any) -> None:
+        self.finished.append((request_id, status))
+        self.waiting = Queue(one for one in self.waiting if one.request_id != request_id)
+
+    def update_from_output(self) -> dict[int, EngineCoreOutputs]:
+        return {}
+
+    def has_requests(self) -> bool:
+        return bool(self.running or self.waiting)
+
+
+class Elastic(module.ElasticScheduler, Base):
+    """The mixin without its constructor, which needs a live engine."""
+
+    kvadmit: Admission[Any]
+
+    def __init__(self, prefix: int = 4, wait_s: float = 60.0) -> None:
+        Base.__init__(self, prefix, wait_s)
+        self.port = PoolPort(wake_pool=lambda: None, wake_coordinator=lambda: None)
+        plan = SimpleNamespace(
+            extent_blocks=WHOLE,
+            prefix=prefix,
+            cap=EXTENTS,
+            blocks=EXTENTS * WHOLE,
+            extent_bytes={"host": 1 << 20},
+        )
+        engine: Any = SimpleNamespace(
+            plan=plan,
+            coordinator=SimpleNamespace(port=self.port),
+            lost="",
+            core=object(),
+            settings=SimpleNamespace(wait_s=wait_s),
+        )
+        self.engine = engine
+        self._kvadmit_setup(engine)
+
+    def ask(self, request: Any, blocks: int) -> None:
+        """Do what vLLM does for a waiter: look for cached blocks, count, refuse."""
+        self.kv_cache_manager.get_computed_blocks(request)
+        self.kv_cache_manager.coordinator.get_num_blocks_to_allocate(blocks)
+
+    def posted(self) -> PoolLevels:
+        levels = [event for event in self.port.collect() if isinstance(event, PoolLevels)]
+        assert levels, "nothing was posted"
+        return levels[-1]
+
+
+@pytest.fixture(autouse=True)
+def _no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "windowed_managers", lambda *_: [])
+
+
+def request(name: str, tokens: int = 100, status: Any = RequestStatus.RUNNING) -> Any:
+    made = SimpleNamespace(
+        request_id=name,
+        client_index=0,
+        num_tokens=tokens,
+        num_computed_tokens=tokens,
+        num_prompt_tokens=tokens,
+        status=status,
+    )
+    made.is_finished = lambda: False
+    return made
+
+
+def waiter(name: str, tokens: int = 100) -> Any:
+    return request(name, tokens, RequestStatus.WAITING)
+
+
+def test_every_step_has_a_number_and_an_empty_one_has_the_last() -> None:
+    elastic = Elastic()
+    elastic.running.append(request("a"))
+    assert [elastic.schedule().kvadmit_step for _ in range(3)] == [1, 2, 3]
+    elastic.running.clear()
+    assert elastic.schedule().kvadmit_step == 3
+    assert elastic.kvadmit.step == 3
+
+
+def test_granted_extents_count_before_vllm_schedules() -> None:
+    elastic = Elastic(prefix=1)
+    elastic.port.give(Resident(((1, 3),)))
+    seen: list[int] = []
+
+    def look() -> int:
+        seen.append(elastic.kv_cache_manager.block_pool.num_gpu_blocks)
+        return 0
+
+    elastic.script = look
+    elastic.schedule()
+    assert seen == [4 * WHOLE]
+
+
+def test_a_withdrawal_carries_the_last_scheduled_step_as_its_fence() -> None:
+    elastic = Elastic(prefix=4)
+    elastic.running.append(request("a"))
+    for _ in range(5):
+        elastic.schedule()
+    elastic.port.collect()
+    elastic.port.give(Limit(2))
+    elastic.schedule()
+    (returned,) = [event for event in elastic.port.collect() if isinstance(event, PoolReturned)]
+    assert returned == PoolReturned(((2, 2),), 5)
+    assert elastic.kv_cache_manager.block_pool.num_gpu_blocks == 2 * WHOLE
+
+
+def test_a_refused_waiter_becomes_a_need_of_exactly_what_it_lacks() -> None:
+    elastic = Elastic(prefix=2)
+    one = waiter("a", 400)
+    elastic.waiting.append(one)
+
+    def refuse() -> int:
+        elastic.ask(one, 13)
+        return 0
+
+    elastic.script = refuse
+    elastic.schedule()
+    levels = elastic.posted()
+    assert levels.need_total == 2 + 2, "13 asked, 7 free, 4 to an extent"
+    left = vars(elastic.kv_cache_manager.coordinator)
+    assert "get_num_blocks_to_allocate" not in left, "vLLM's own is back"
+
+
+def test_an_admitted_waiter_is_no_need() -> None:
+    elastic = Elastic(prefix=4)
+    one = waiter("a", 60)
+
+    def admit() -> int:
+        elastic.ask(one, 2)
+        one.status = RequestStatus.RUNNING
+        elastic.running.append(one)
+        return 60
+
+    elastic.script = admit
+    elastic.schedule()
+    assert elastic.posted().need_total == 0
+
+
+def missing(elastic: Elastic) -> Callable[[], int]:
+    """Return a step in which the last running request finds no slots and is to be preempted."""
+
+    def step() -> int:
+        victim = elastic.running[-1]
+        if elastic._request_blocks_can_be_freed(victim):
+            elastic.running.pop()
+            assert elastic._request_blocks_can_be_freed(victim), "its blocks are freed now"
+            victim.status = RequestStatus.PREEMPTED
+            elastic.waiting.appendleft(victim)
+        return 0
+
+    return step
+
+
+def test_without_memory_on_its_way_vllm_preempts_as_always() -> None:
+    elastic = Elastic(prefix=2)
+    elastic.running.append(request("a", 300))
+    elastic.script = missing(elastic)
+    elastic.schedule()
+    assert [one.request_id for one in elastic.waiting] == ["a"]
+    assert elastic.kvadmit.held_steps == 0
+    assert elastic.posted().need_total > 2
+
+
+def test_with_memory_on_its_way_a_request_is_held_twice_and_no_waiter_takes_its_blocks() -> None:
+    elastic = Elastic(prefix=2)
+    elastic.running.append(request("a", 300))
+    step = missing(elastic)
+    watermarks: list[int] = []
+
+    def watched() -> int:
+        tokens = step()
+        watermarks.append(elastic.kv_cache_manager.watermark_blocks)
+        return tokens
+
+    elastic.script = watched
+    elastic.port.hold_until_s = time.monotonic() + 60
+    for held in (1, 2):
+        elastic.schedule()
+        assert elastic.kvadmit.held_steps == held
+        assert not elastic.waiting
+        assert elastic.kv_cache_manager.watermark_blocks < 2 * WHOLE
+    assert watermarks == [2 * WHOLE] * 2
+    elastic.schedule()
+    assert elastic.waiting, "the third time it is preempted"
+
+
+def test_requests_that_end_are_never_held_back() -> None:
+    elastic = Elastic(prefix=2)
+    one = request("a")
+    elastic.running.append(one)
+    elastic.port.hold_until_s = time.monotonic() + 60
+    assert elastic._request_blocks_can_be_freed(one), "outside a step"
+    gone = request("gone")
+
+    def end() -> int:
+        assert elastic._request_blocks_can_be_freed(gone)
+        return 1
+
+    elastic.script = end
+    elastic.schedule()
+    elastic.freeable = False
+    elastic.script = lambda: 1
+    assert not elastic._request_blocks_can_be_freed(one), "vLLM's own answer counts"
+
+
+def test_a_request_over_the_ceiling_fails_in_the_next_step_and_is_told() -> None:
+    elastic = Elastic(prefix=2)
+    elastic.add_request(waiter("big", SIZE * WHOLE * EXTENTS))
+    elastic.add_request(waiter("small", 10))
+    elastic.schedule()
+    assert elastic.finished == [("big", RequestStatus.FINISHED_ERROR)]
+    (output,) = elastic.update_from_output()[0].outputs
+    assert (output.request_id, output.finish_reason) == ("big", FinishReason.ERROR)
+    assert output.stop_reason.startswith(NEVER)
+    assert elastic.update_from_output() == {}
+
+
+def test_a_lowered_ceiling_fails_those_who_wait_for_more() -> None:
+    elastic = Elastic(prefix=2)
+    elastic.add_request(waiter("long", SIZE * WHOLE * 4))
+    elastic.add_request(waiter("short", 10))
+    elastic.schedule()
+    assert elastic.finished == []
+    elastic.port.give(Ceiling(3))
+    elastic.schedule()
+    assert [name for name, _ in elastic.finished] == ["long"]
+
+
+def test_patience_counts_only_while_the_request_would_not_fit_alone() -> None:
+    elastic = Elastic(prefix=2, wait_s=0.0)
+    one = waiter("a", SIZE * 3)
+    elastic.waiting.append(one)
+
+    def refuse() -> int:
+        elastic.ask(one, 30)
+        return 0
+
+    elastic.script = refuse
+    elastic.schedule()
+    elastic.schedule()
+    assert elastic.finished == [], "it waits for requests of its own engine"
+    one.num_tokens = SIZE * 2 * WHOLE
+    elastic.schedule()
+    elastic.schedule()
+    assert [name for name, _ in elastic.finished] == ["a"]
+    (output,) = elastic.update_from_output()[0].outputs
+    assert output.stop_reason.startswith(LATE)
+
+
+def test_an_engine_parks_only_when_memory_is_all_it_waits_for() -> None:
+    elastic = Elastic(prefix=2, wait_s=0.5)
+    one = waiter("a", SIZE * 2 * WHOLE)
+    elastic.waiting.append(one)
+    elastic.script = lambda: 0
+    elastic.schedule()
+    assert elastic.kvadmit_park_s() == 0, "nobody was refused"
+
+    def refuse() -> int:
+        elastic.ask(one, 30)
+        return 0
+
+    elastic.script = refuse
+    elastic.schedule()
+    assert 0 < elastic.kvadmit_park_s() <= 0.5, "until its patience ends"
+    other = waiter("b")
+    other.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    elastic.waiting.append(other)
+    assert elastic.kvadmit_park_s() == 0, "vLLM polls for the other one"
+    elastic.waiting.pop()
+    elastic.port.give(Resident(((2, 1),)))
+    assert elastic.kvadmit_park_s() == 0, "an order is there"
+
+
+def test_orders_reach_an_idle_engine() -> None:
+    elastic = Elastic(prefix=6)
+    elastic.schedule()
+    elastic.port.give(Limit(1))
+    elastic.kvadmit_wake()
+    assert elastic.kvadmit.pool.resident == 1
+    assert elastic.kv_cache_manager.block_pool.num_gpu_blocks == WHOLE
+    elastic.waiting.append(waiter("a"))
+    elastic.port.give(Resident(((3, 1),)))
+    elastic.kvadmit_wake()
+    assert elastic.kvadmit.pool.resident == 1, "with requests, the next step drains"
+
+
+def test_a_lost_rank_ends_an_in_process_engine() -> None:
+    elastic = Elastic()
+    elastic.engine.lost = "rank 0 closed its lease line"
+    with pytest.raises(RuntimeError, match="kvadmit: rank 0 closed"):
+        elastic.schedule()
+
+
+def test_running_requests_keep_their_next_blocks_from_new_admissions() -> None:
+    elastic = Elastic(prefix=4)
+    elastic.running += [request(str(number), SIZE - 1) for number in range(6)]
+    elastic.kvadmit.pool.queue.popleft_n(8)
+    elastic.schedule()
+    assert elastic.kv_cache_manager.watermark_blocks == 6
+    levels = elastic.posted()
+    assert levels.want_total >= 4, "seven free, six wanted: content"
+    elastic.kvadmit.pool.queue.popleft_n(4)
+    elastic.kvadmit_age = 0
+    elastic.schedule()
+    assert elastic.posted().want_total > 4
