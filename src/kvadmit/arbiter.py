@@ -73,7 +73,7 @@ class Arbiter:
         self._leases.start()
 
     async def serve(self) -> None:
-        """Run until nobody is left or SIGTERM comes; every file is removed then."""
+        """Run until nobody is left or SIGTERM comes; our files and those of the dead go then."""
         self._loop.add_signal_handler(signal.SIGTERM, self._end)
         # Nobody may come at all: whoever started us may be dead.
         self._timers.start("linger", time.monotonic() + arbitration.LINGER_S)
@@ -86,6 +86,8 @@ class Arbiter:
             self._leases.close()
             with contextlib.suppress(FileNotFoundError):  # libzmq leaves its socket's name behind
                 os.unlink(self._router.endpoint.removeprefix("ipc://"))
+            # Instances that were killed, as vLLM kills EngineCore when it stops at once.
+            self._run.sweep()
             logger.info("epoch %d ends", self.epoch)
 
     def _receive(self, peer: str, header: Header, message: Message) -> None:

@@ -108,6 +108,18 @@ def test_it_ends_when_nobody_comes(run_dir: Path) -> None:
     assert left == {"lock", "epoch"}
 
 
+def test_the_files_of_the_dead_go_with_it(run_dir: Path) -> None:
+    with arbiter(run_dir) as process:
+        run = RunDir.open(str(run_dir))
+        dead, living = (Path(run.instance_path(name, "own")) for name in ("dead", "living"))
+        dead.touch()  # not locked: its owner is gone
+        claim = run.claim("living")
+        assert process.wait(LINGER_S + WAIT_S) == 0
+        assert not dead.exists()
+        assert living.exists()
+        claim.release()
+
+
 def test_it_ends_after_the_last_member_and_is_nobodys_child(run_dir: Path) -> None:
     engine = Engine(run_dir, "alpha")
     with running(engine):
