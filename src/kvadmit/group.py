@@ -311,7 +311,10 @@ class Group:
             self.states.move(orphans, ORPHAN, COMMITTING)
             self.book.send("commit", orphans, now_s, effects)
             return
-        room = min(missing, self.link.allowance - self.states.held, BATCH_EXTENTS_MAX)
+        # What a step or a waiter lacks comes first and alone: a large batch takes longer.
+        needed = self.states.missing(self.pool.levels.need_total)
+        batch = min(needed if needed > 0 else missing, BATCH_EXTENTS_MAX)
+        room = min(batch, self.link.allowance - self.states.held)
         if room <= 0:
             return
         extents = self.states.lowest_absent(room)

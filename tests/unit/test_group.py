@@ -415,6 +415,20 @@ def test_one_growth_over_two_ranks() -> None:
     assert e.machine.counters["growths"] == 1
 
 
+def test_what_is_needed_comes_before_and_apart_from_what_is_wanted() -> None:
+    e = engine()
+    e.pool(1, need_total=2, want_total=9, running=1)
+    e.seen()
+    effects = e.allow(9)
+    assert SendAgent(0, MapGrant(order=1, kind="prepare", extents=((1, 1),))) in effects
+    e.seen()
+    e.both(1, "prepare", ((1, 1),))
+    e.answer(0, 2, "commit", ((1, 1),))
+    effects = e.answer(1, 2, "commit", ((1, 1),))
+    assert GivePool(Resident(((1, 1),))) in effects
+    assert SendAgent(0, MapGrant(order=3, kind="prepare", extents=((2, 7),))) in effects
+
+
 def test_repeated_and_late_answers_change_nothing() -> None:
     e = engine()
     e.grow(to=3)
@@ -518,7 +532,7 @@ def test_an_abort_that_fails_is_repeated_as_a_decommit_after_a_pause() -> None:
 
 def failed_commit(e: Engine) -> list[Effect]:
     """Prepare extents 1 to 3; rank 0 commits all, rank 1 stops at extent 2 after a map call."""
-    e.pool(1, need_total=4, want_total=6, running=1)
+    e.pool(1, need_total=6, want_total=6, running=1)
     e.seen()
     e.allow(6)
     e.seen()
