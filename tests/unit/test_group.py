@@ -640,7 +640,8 @@ def test_a_hopeless_orphan_is_decommitted_and_counts_as_a_refusal() -> None:
         StopTimer(f"answer:{last - 1}"),
         Note("error", "commit failed: rank 1: map failed"),
         *grant(last, "decommit", ((2, 1),)),
-        *e.reported(backed=6, preparing=0, leaving=1, refused=("g1",), need=0, want=1),
+        Hold(0.0),
+        *e.reported(backed=6, preparing=0, leaving=1, refused=("g1",), need=1, want=1),
     ]
     e.seen()
     e.both(last, "decommit", ((2, 1),))
