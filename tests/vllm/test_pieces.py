@@ -200,7 +200,9 @@ def admission() -> Admission[Any]:
 
 
 def request(name: str, client: int = 0) -> Any:
-    return SimpleNamespace(request_id=name, client_index=client, is_finished=lambda: False)
+    return SimpleNamespace(
+        request_id=name, client_index=client, pooling_params=None, is_finished=lambda: False
+    )
 
 
 def test_a_hopeless_request_is_ended_once_and_told_with_its_clients_outputs() -> None:

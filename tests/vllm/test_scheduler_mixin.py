@@ -57,7 +57,7 @@ class Base:
         spec = SimpleNamespace(max_memory_usage_bytes=lambda _: 1 << 20, page_size_bytes=1)
         manager = SimpleNamespace(block_size=SIZE, kv_cache_spec=spec, req_to_blocks={})
         blocks = [Block(number) for number in range(EXTENTS * WHOLE)]
-        self.vllm_config = SimpleNamespace()
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
         self.running: list[Any] = []
         self.waiting = Queue()
         self.finished: list[tuple[str, Any]] = []
@@ -141,6 +141,7 @@ def request(name: str, tokens: int = 100, status: Any = RequestStatus.RUNNING) -
     made = SimpleNamespace(
         request_id=name,
         client_index=0,
+        pooling_params=None,
         num_tokens=tokens,
         num_computed_tokens=tokens,
         num_prompt_tokens=tokens,
@@ -355,6 +356,27 @@ def test_an_engine_parks_only_when_memory_is_all_it_waits_for() -> None:
     elastic.waiting.pop()
     elastic.port.give(Resident(((2, 1),)))
     assert elastic.kvadmit_park_s() == 0, "an order is there"
+
+
+def test_an_engine_that_just_preempted_looks_again_before_it_parks() -> None:
+    elastic = Elastic(prefix=2)
+    elastic.running.append(request("a", 300))
+    elastic.script = missing(elastic)
+    elastic.schedule()
+    assert elastic.kvadmit_park_s() == 0
+
+
+def test_waiters_without_a_seat_want_no_memory() -> None:
+    elastic = Elastic(prefix=8)
+    elastic.running += [request(str(number)) for number in range(8)]
+    elastic.waiting += [waiter(f"w{number}", 300) for number in range(20)]
+    elastic.schedule()
+    assert elastic.posted().want_total <= 8
+    elastic.running.pop()
+    elastic.kvadmit.pool.queue.popleft_n(24)
+    elastic.kvadmit_age = 0
+    elastic.schedule()
+    assert elastic.posted().want_total > 8
 
 
 def test_orders_reach_an_idle_engine() -> None:

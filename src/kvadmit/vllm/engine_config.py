@@ -22,14 +22,9 @@ import vllm
 from kvadmit.config import Settings
 from kvadmit.errors import ConfigError, UnsupportedError
 from kvadmit.vllm import gates, shapes
+from kvadmit.vllm.names import ENABLED, FITS_LENGTH
 
 logger = logging.getLogger("vllm.kvadmit")
-
-ENABLED = "kvadmit_enabled"
-"""Attribute of a VllmConfig whose engine runs with kvadmit."""
-
-FITS_LENGTH = "kvadmit_fits_length"
-"""Attribute: the size was not the user's, so a max_model_len beyond it is ours to lower."""
 
 UTILIZATION = 0.01
 """What vLLM's start-up gate asks of the device; KV memory does not come out of it."""

@@ -24,11 +24,10 @@ from kvadmit.config import Settings
 from kvadmit.coordinator import Coordinator
 from kvadmit.geometry import ExtentPlan
 from kvadmit.vllm.engine_config import is_enabled, read_settings
+from kvadmit.vllm.names import RUNTIME
 
 logger = logging.getLogger("vllm.kvadmit")
 
-RUNTIME = "kvadmit_rt"
-"""Attribute of a VllmConfig: what workers need to reach their coordinator."""
 HOST_DEVICE = "host"
 
 

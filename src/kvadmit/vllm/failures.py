@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from kvadmit.admission import Admission
@@ -77,6 +78,8 @@ class Failures:
                     new_token_ids=[],
                     finish_reason=FinishReason.ERROR,
                     stop_reason=text,
+                    # vLLM's front end expects one of every pooling request, also of a failed one.
+                    pooling_output=torch.empty(0) if request.pooling_params else None,
                 )
                 self._ended.append((request.client_index, output))
         self._due.clear()

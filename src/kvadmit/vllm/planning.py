@@ -16,13 +16,11 @@ from kvadmit.errors import CapacityError, LocalProtocolError
 from kvadmit.geometry import ExtentPlan, Placement, RankBuffer, describe_buffer, plan_extents
 from kvadmit.units import ceil_div
 from kvadmit.vllm.backends import granule_bytes
-from kvadmit.vllm.engine_config import FITS_LENGTH
 from kvadmit.vllm.engine_core import HOST_DEVICE, Engine, engine_of
+from kvadmit.vllm.names import FITS_LENGTH, PLAN
 
 logger = logging.getLogger("vllm.kvadmit")
 
-PLAN = "kvadmit_plan"
-"""Attribute of every KVCacheConfig, for the workers."""
 PREFIX_BLOCKS = 1
 """Block ids that anything touches before serving: the null block alone, since warm-up is
 capped to the prefix."""

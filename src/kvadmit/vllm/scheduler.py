@@ -9,7 +9,6 @@ of a miss), and publishes what it saw. Nothing of ours is called per running req
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,11 +18,9 @@ from vllm.v1.request import RequestStatus
 from kvadmit.admission import Admission
 from kvadmit.pool import ElasticPool
 from kvadmit.units import ceil_div
-from kvadmit.vllm.engine_core import RUNTIME, Engine, engine_of
+from kvadmit.vllm.engine_core import Engine, engine_of
 from kvadmit.vllm.failures import Failures, never_fits, waited_too_long
 from kvadmit.vllm.windows import WindowPins, windowed_managers
-
-logger = logging.getLogger("vllm.kvadmit")
 
 WAITERS_SEEN = 32
 """How many waiters count for what the pool would like to have."""
@@ -87,6 +84,7 @@ class ElasticScheduler:
             (manager.block_size, _most_blocks(manager, self.vllm_config))
             for manager in coordinator.single_type_managers
         ]
+        self.kvadmit_seats: int = self.vllm_config.scheduler_config.max_num_seqs
         self.kvadmit_block_size = min(size for size, _ in self.kvadmit_groups)
         self.kvadmit_watermark = self.kv_cache_manager.watermark_blocks / plan.blocks
         self.kvadmit_failures = Failures()
@@ -152,6 +150,7 @@ class ElasticScheduler:
         if moved:
             self.kv_cache_manager.block_pool.num_gpu_blocks = admission.pool.blocks
             self._kvadmit_set_watermark()
+            self.kvadmit_age = 0
         if admission.ceiling < ceiling:
             self._kvadmit_fail_too_large(self.waiting)
         if self.kvadmit_failures.due:
@@ -182,8 +181,8 @@ class ElasticScheduler:
         if self.kvadmit_age <= 0:
             self._kvadmit_look_ahead(running, now_s)
         low = max(self.kvadmit_horizon, admission.pool.extent_blocks) if running else 0
-        if waiting:
-            low += self._kvadmit_prompts(waiting)
+        if waiting and running < self.kvadmit_seats:
+            low += self._kvadmit_prompts(min(waiting, self.kvadmit_seats - running))
         self.kvadmit_low = low
         admission.publish(now_s, running=running, waiting=waiting, missing=missing, low=low)
         if missing or held or self.kvadmit_held_before:
@@ -349,7 +348,7 @@ class ElasticScheduler:
         return sum(min(ceil_div(tokens, size), most) for size, most in self.kvadmit_groups)
 
     def _kvadmit_prompts(self: Any, waiting: int) -> int:
-        """Return about how many blocks the next waiters' prompts take.
+        """Return about how many blocks the prompts of the next `waiting` waiters take.
 
         The oldest exactly, the others by the mean of recent requests: the queue is long just
         when there is no time to walk it.
@@ -414,7 +413,7 @@ class ElasticScheduler:
         or a remote cache is polled by vLLM.
         """
         blocked = self.kvadmit_tried is not None and self.kvadmit_asked
-        if not blocked and not self.kvadmit_missed:
+        if not blocked and not self.kvadmit_may_hold:
             return 0.0
         if self.kvadmit_failures.due or self.kvadmit_failures.ended:
             return 0.0
@@ -466,6 +465,3 @@ def _most_blocks(manager: Any, vllm_config: Any) -> int:
     """Return the most blocks one request can hold of a manager's cache group."""
     spec = manager.kv_cache_spec
     return ceil_div(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) + 1
-
-
-__all__ = ["RUNTIME", "ElasticScheduler", "wrap_get_scheduler_cls"]

@@ -20,13 +20,8 @@ from kvadmit.errors import LocalProtocolError
 from kvadmit.geometry import ExtentPlan
 from kvadmit.vllm.backends import Backing, make_backing
 from kvadmit.vllm.engine_config import is_enabled
+from kvadmit.vllm.names import PLAN, RUNTIME, SIDE, STEP
 from kvadmit.vllm.replacing import replace
-
-RUNTIME = "kvadmit_rt"
-PLAN = "kvadmit_plan"
-SIDE = "kvadmit_side"
-"""Attribute of a worker whose KV buffer is ours."""
-STEP = "kvadmit_step"
 
 
 class WorkerSide:
