@@ -25,10 +25,10 @@ from bench.colocated.fleet import InstanceError
 from bench.colocated.policies import POLICIES
 from bench.colocated.result import ResultFiles, StaleResultError
 from bench.colocated.session import run_all
-from bench.colocated.setup import Setup
+from bench.colocated.setup import BLOCK_TOKENS, Setup
 from bench.colocated.workload import Shape
 from kvadmit.testing.tiny_model import TinyModel, make_model
-from kvadmit.units import parse_bytes
+from kvadmit.units import align_up, parse_bytes
 
 OUT = Path(__file__).resolve().parent / "out"
 DEMO = {"policy": ["static", "sync", "event"], "repeats": 2}
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="requests/s that arrive at a pressed instance; left out: closed loop",
     )
-    add("--pool", type=parse_bytes, default=parse_bytes("32MiB"), help="KV memory of them all")
+    add("--pool", type=parse_bytes, default=parse_bytes("16MiB"), help="KV memory of them all")
     add("--model", default=None, help="model directory; left out: a tiny one made on the spot")
     add("--seed", type=int, default=0)
     add("--repeats", type=_positive, default=1, help="interleaved: A-B-B-A")
@@ -139,6 +139,7 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
         prompt_tokens=arguments.prompt_tokens,
         output_tokens=arguments.output_tokens,
     )
+    longest = shape.prompt_tokens[1] + shape.output_tokens[1]
     model = arguments.model
     if model is None:
         model = str(make_model(OUT / "tiny-model", TINY_MODEL))
@@ -151,6 +152,7 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
         seed=arguments.seed,
         worker_delay_ms=arguments.worker_delay_ms,
         probes=arguments.probes,
+        max_model_len=align_up(longest, BLOCK_TOKENS),
     )
 
 

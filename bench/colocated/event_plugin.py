@@ -1,6 +1,8 @@
-"""What the bench adds to an instance under kvadmit: a fresh start of the histograms, late workers.
+"""What the bench adds to an instance under kvadmit: levels, a fresh count, late workers.
 
-Owns: both, as a vLLM plugin of the bench's own. Changes no decision.
+Owns: all three, as a vLLM plugin of the bench's own. Changes no decision. Levels are read in
+place, ten times a second, where the status of the package would have the scheduler thread
+wait for the coordinator's.
 """
 
 from __future__ import annotations
@@ -8,10 +10,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from bench.colocated import delay
-
-RESTART = "kvadmit_bench_restart"
-"""Method of EngineCore: percentiles are counted from this call on, so that a run has its own."""
+from bench.colocated import delay, status
+from kvadmit.admission import Admission, WaitHistogram
+from kvadmit.coordinator import Coordinator
+from kvadmit.observe import Histogram
 
 
 def register() -> None:
@@ -19,7 +21,8 @@ def register() -> None:
     if "vllm.v1.engine.core" in sys.modules:
         from vllm.v1.engine.core import EngineCore
 
-        setattr(EngineCore, RESTART, _restart)
+        setattr(EngineCore, status.RESTART, _restart)
+        setattr(EngineCore, status.LEVEL, _level)
     if "vllm.v1.worker.worker_base" in sys.modules:
         delay.install()
 
@@ -32,10 +35,23 @@ def _restart(self: Any) -> None:
     restart(engine.coordinator, engine.scheduler.kvadmit)
 
 
-def restart(coordinator: Any, admission: Any) -> None:
-    """Forget the samples seen so far. The scheduler's thread."""
-    from kvadmit.admission import WaitHistogram
-    from kvadmit.observe import Histogram
+def _level(self: Any) -> list[int]:
+    from kvadmit.vllm.engine_core import engine_of
 
+    engine = engine_of(self.vllm_config)
+    assert engine is not None
+    assert engine.plan is not None
+    requests = self.scheduler.get_request_counts()
+    extent_bytes = sum(engine.plan.extent_bytes.values())
+    return [held_extents(engine.coordinator) * extent_bytes, *requests]
+
+
+def held_extents(coordinator: Coordinator) -> int:
+    """Return the extents with memory behind them, also those on their way. Any thread."""
+    return coordinator._group.states.held
+
+
+def restart(coordinator: Coordinator, admission: Admission[Any]) -> None:
+    """Forget the samples seen so far. The scheduler's thread."""
     admission.wait, admission.wait_moving = WaitHistogram(), WaitHistogram()
     coordinator._histograms = {name: Histogram() for name in coordinator._histograms}

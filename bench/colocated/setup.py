@@ -14,6 +14,10 @@ from bench.colocated.workload import Shape
 EngineKind = Literal["vllm", "sim"]
 
 
+BLOCK_TOKENS = 32
+"""The smallest block that vLLM's attention on the CPU takes."""
+
+
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """One bench. `pool_bytes`: KV memory of all instances together.
 
@@ -30,7 +34,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     worker_delay_ms: float = 0.0
     probes: int = 0
-    block_tokens: int = 32
+    block_tokens: int = BLOCK_TOKENS
     max_model_len: int = 512
     max_num_seqs: int = 128
     sample_s: float = 0.1

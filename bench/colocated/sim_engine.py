@@ -33,7 +33,7 @@ from kvadmit.units import KIB, ceil_div
 from kvadmit.vmm_host import GRANULE_BYTES
 
 DEVICE = "host"
-BLOCK_BYTES = 256 * KIB
+BLOCK_BYTES = 128 * KIB
 """Of all ranks together: what a block of 32 tokens takes in the bench's tiny model."""
 STEP_S = 0.006
 REQUEST_S = 0.00005
@@ -165,8 +165,7 @@ class SimEngine:
         self._before = await self._status()
 
     async def level(self) -> Level:
-        found = await self._status()
-        held = self.ready.capacity_bytes if found is None else found.held_bytes
+        held = self._memory.held_extents * sum(self._plan.extent_bytes.values())
         self._peak_bytes = max(self._peak_bytes, held)
         return Level(
             at_s=time.monotonic(),
@@ -191,15 +190,7 @@ class SimEngine:
 
     async def _status(self) -> status.Status | None:
         found = await self._between_steps(self._memory.status)
-        if found is None:
-            return None
-        pool = {
-            **found["pool"],
-            "running": len(self._requests.running),
-            "waiting": len(self._requests.waiting),
-        }
-        plan = {"extent_bytes": self._plan.extent_bytes}
-        return status.parse({"coordinator": found["coordinator"], "pool": pool, "plan": plan})
+        return None if found is None else status.parse(found)
 
     async def _between_steps(self, act: Callable[[], Any]) -> Any:
         """Run `act` on the scheduler thread, as vLLM does with a utility call."""

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any
 
-from bench.colocated.event_plugin import restart
+from bench.colocated.event_plugin import held_extents, restart
 from bench.colocated.sim_requests import SimBlock, SimScheduler, Step
 from bench.colocated.sync_policy.caller import Caller
 from bench.colocated.sync_policy.growth import SyncGrowth
@@ -62,6 +62,11 @@ class FixedMemory:
     def wait(self, wake: threading.Event) -> None:
         """Wait until there is something to do."""
         wake.wait(PARK_S)
+
+    @property
+    def held_extents(self) -> int:
+        """Extents with memory behind them. Any thread."""
+        return self.pool.resident
 
     def restart(self) -> None:
         """Have nothing counted."""
@@ -173,6 +178,11 @@ class EventMemory(FixedMemory):
         if not self._admission.has_orders:
             wake.wait(PARK_S)
         self._admission.drain_idle(time.monotonic())
+
+    @property
+    def held_extents(self) -> int:
+        """Extents with memory behind them, also those on their way in or out. Any thread."""
+        return held_extents(self._coordinator)
 
     def restart(self) -> None:
         """Count anew."""

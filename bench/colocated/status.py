@@ -14,32 +14,28 @@ from bench.colocated.outcome import COUNTS, SPREADS, Counted
 
 UTILITY = "kvadmit_status"
 RESTART = "kvadmit_bench_restart"
+"""Counts and percentiles begin with this call, so that a run has its own."""
+LEVEL = "kvadmit_bench_level"
+"""Answers with bytes held, running and waiting requests, and waits for nobody."""
 POLICIES = ("sync", "event")
-"""Those whose EngineCore has both methods. Stock vLLM has neither."""
+"""Those whose EngineCore has these methods. Stock vLLM has none."""
 
 
 class Status(msgspec.Struct, frozen=True):
     """What one status call said; counts since the engine started, spreads since the restart."""
 
-    held_bytes: int
     counts: dict[str, int | None]
     spreads: dict[str, dict[str, float | None] | None]
-    running: int
-    waiting: int
 
 
 def parse(answer: dict[str, Any]) -> Status:
     """Return the parts of a status that the bench uses; what it does not have is None."""
     coordinator, pool = answer["coordinator"], answer["pool"]
-    extent_bytes = sum(answer["plan"]["extent_bytes"].values())
     counters = {**coordinator["counters"], **pool}
     spreads = {**coordinator["histograms"], "scheduler_wait_us": _scheduler_wait(pool)}
     return Status(
-        held_bytes=coordinator["group"]["held"] * extent_bytes,
         counts={name: counters.get(name) for name in COUNTS},
         spreads={name: spreads.get(name) for name in SPREADS},
-        running=pool["running"],
-        waiting=pool["waiting"],
     )
 
 

@@ -7,6 +7,7 @@ the sync policy's from a status call that runs between steps.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -90,8 +91,7 @@ class VllmEngine:
 
     async def level(self) -> Level:
         if self._has_status:
-            found = await self._status()
-            held, running, waiting = found.held_bytes, found.running, found.waiting
+            held, running, waiting = await self._llm.engine_core.call_utility_async(status.LEVEL)
         else:
             busy = self._llm.output_processor.has_unfinished_requests()
             held = self._capacity
@@ -116,4 +116,7 @@ class VllmEngine:
 async def start(name: str, policy: str, arguments: dict[str, Any]) -> VllmEngine:
     """Start vLLM; returns when it can serve."""
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_Steps])
+    # As `vllm serve` does: full collections over everything ever imported stall the clients.
+    gc.collect()
+    gc.freeze()
     return VllmEngine(llm, policy)

@@ -104,14 +104,13 @@ class SyncGrowth:
     # --- looking at it ---
 
     def status(self) -> dict[str, Any]:
-        """Return memory held and everything counted, in the form of kvadmit's own status."""
+        """Return everything counted, in the form of kvadmit's own status."""
         ordered = sorted(self._latencies_s)
         last = len(ordered) - 1
         spread: dict[str, float | None] = {"count": len(ordered), "p50": None, "p99": None}
         if ordered:
             spread |= {"p50": ordered[round(0.5 * last)], "p99": ordered[round(0.99 * last)]}
         return {
-            "group": {"held": self.pool.resident},
             "counters": {
                 "growths": self._growths,
                 "allocation_misses": self._misses,

@@ -9,12 +9,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from bench.colocated import status
 from bench.colocated.sync_policy.agent import SyncAgent
 from bench.colocated.sync_policy.caller import Caller
 from bench.colocated.sync_policy.growth import SyncGrowth
 from kvadmit.pool import ElasticPool
-
-RESTART = "kvadmit_bench_restart"
 
 
 def register() -> None:
@@ -32,7 +31,8 @@ def register() -> None:
         places += [
             (engine_core, "Coordinator", Caller),
             (scheduler, "ElasticScheduler", SyncScheduler),
-            (EngineCore, RESTART, _restart),
+            (EngineCore, status.RESTART, _restart),
+            (EngineCore, status.LEVEL, _level),
         ]
     if "vllm.v1.worker.worker_base" in sys.modules:
         from kvadmit.vllm import worker
@@ -44,6 +44,17 @@ def register() -> None:
 
 def _restart(self: Any) -> None:
     self.scheduler.kvadmit_sync.restart()
+
+
+def _level(self: Any) -> list[int]:
+    from kvadmit.vllm.engine_core import engine_of
+
+    engine = engine_of(self.vllm_config)
+    assert engine is not None
+    assert engine.plan is not None
+    extent_bytes = sum(engine.plan.extent_bytes.values())
+    held: int = self.scheduler.kvadmit_sync.pool.resident * extent_bytes
+    return [held, *self.scheduler.get_request_counts()]
 
 
 class SyncScheduler:
