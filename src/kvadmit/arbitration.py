@@ -203,10 +203,11 @@ class Arbitration:
 
     def _report(self, instance: Instance, report: Report) -> None:
         account = instance.account
-        before, previous = account.held, account.report
+        held_before, previous = account.held, account.report
         if not account.receive(report):
             return
-        instance.late = False
+        if account.held < held_before or not instance.owes:
+            instance.late = False
         if not instance.reported:
             instance.reported = True
             for device, cost in instance.cost.items():
@@ -215,8 +216,11 @@ class Arbitration:
         for device in report.refused:
             if device in self.devices:
                 self.devices[device].capped = True
+        # What a refused attempt undoes was never there: only backed bytes that leave say
+        # that the device has room again.
+        fewer = account.held - report.preparing < held_before - previous.preparing
         for device in instance.cost:
-            if account.held < before and not report.refused:
+            if fewer and not report.refused:
                 self.devices[device].capped = False
         for reading in report.devices:
             book = self.devices.get(reading.device)
@@ -250,6 +254,9 @@ class Arbitration:
             self.devices[device].capped = False
         self._read_wait_s = 0.0
         if not self.instances:
+            # The next one may share another pool: nothing is held to compare it with.
+            self.devices.clear()
+            self._elected.clear()
             effects.append(StartTimer("linger", now_s + LINGER_S))
 
     def _timer_fired(self, event: TimerFired, effects: list[Effect]) -> None:
@@ -347,6 +354,7 @@ class Arbitration:
             free=report.free,
             cached=report.cached,
             orphan=report.orphan,
+            preparing=report.preparing,
             need=report.need,
             want=report.want,
             running=report.running,
@@ -393,7 +401,7 @@ class Arbitration:
             effects.append(StopTimer(f"reclaim:{peer}"))
 
     def _watch_devices(self, now_s: float, effects: list[Effect]) -> None:
-        """While somebody waits and a device's figures may be stale, have it read."""
+        """While somebody goes short and a device's figures may be stale, have it read."""
         unsure = self._unsure_devices()
         if unsure and not self._read_wait_s:
             self._read_wait_s = READ_WAIT_S
@@ -405,9 +413,15 @@ class Arbitration:
             effects.append(StopTimer("read"))
 
     def _unsure_devices(self) -> set[str]:
+        """Devices on which a need waits or a want is unmet, while their figures may be stale."""
+        short = set(self._plan.pressed)
+        for peer, instance in self.instances.items():
+            wanted = instance.account.held + instance.account.report.want
+            if instance.account.report.want and self._plan.allowance.get(peer, wanted) < wanted:
+                short |= set(instance.cost)
         return {
             device
-            for device in self._plan.pressed
+            for device in short
             if self.devices[device].foreign_bytes
             or self.devices[device].capped
             or not self.devices[device].known

@@ -266,8 +266,7 @@ class Group:
                 self.pool.idle_over()
             case "decay":
                 self._decay_timer = False
-                spare = self.states.having(SPARE)
-                self._leave_spare(spare[len(spare) // 2 :], event.now_s, effects)
+                self._leave_spare(self.states.having(SPARE), event.now_s, effects)
             case _:
                 raise LocalProtocolError(f"no timer is called {event.timer}")
 
@@ -409,7 +408,7 @@ class Group:
 
     def _excess(self) -> int:
         """Extents held above the allowance that are not on their way out yet."""
-        return self.states.held - self.states.count[FENCED] - self.link.allowance
+        return self.states.usable - self.link.allowance
 
     def _shrink(self, now_s: float, effects: list[Effect]) -> None:
         """Give up what needs no scheduler: orphans first, then spare extents."""

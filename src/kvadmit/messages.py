@@ -167,7 +167,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     prefixes. `running`: requests running. `need`: fewest more
     extents with which the instance makes its next step or admits its oldest waiter; `want
     >= need`: what its low watermark would like. `refused`: devices on which a prepare was
-    refused or failed since the last report; their bytes are not granted again before a newer reading.
+    refused or failed since the last report; their bytes are not granted again before a
+    newer reading.
     """
 
     epoch: int

@@ -19,7 +19,7 @@ ORDER_WAIT_S_MAX = 30.0
 class Operation:
     """One order to all ranks and the answers so far."""
 
-    __slots__ = ("answers", "extents", "grant", "kind", "order", "ranks", "wait_s")
+    __slots__ = ("answers", "extents", "grant", "kind", "order", "ranks", "repeats", "wait_s")
 
     def __init__(self, grant: MapGrant, extents: list[int], ranks: int) -> None:
         self.grant = grant
@@ -28,6 +28,8 @@ class Operation:
         self.extents = extents
         self.ranks = ranks
         self.answers: dict[int, Answer] = {}
+        self.repeats = 0
+        """How often it was sent again; -1 before it is sent at all."""
         self.wait_s = 0.0
 
     @property
@@ -103,7 +105,10 @@ class OrderBook:
         grant = MapGrant(order=self._last_order, kind=kind, extents=to_runs(extents), fence=fence)
         operation = Operation(grant, list(extents), self.ranks)
         self.open_operations[operation.order] = operation
-        operation.wait_s = ORDER_WAIT_S_MAX if later else ORDER_WAIT_S
+        # A fence passes when the worker's step does, which may be a long one.
+        operation.repeats = -1 if later else 0
+        patient = later or kind in ("fence", "decommit")
+        operation.wait_s = ORDER_WAIT_S_MAX if patient else ORDER_WAIT_S
         effects.append(StartTimer(f"answer:{operation.order}", now_s + operation.wait_s))
         if not later:
             effects.extend(SendAgent(rank, grant) for rank in range(self.ranks))
@@ -116,7 +121,8 @@ class OrderBook:
         if operation is None:
             return 0
         waiting = sorted(operation.waiting_ranks - lost_ranks)
-        if operation.wait_s == ORDER_WAIT_S:
+        operation.repeats += 1
+        if operation.repeats == 1:
             ranks = ", ".join(map(str, waiting))
             text = (
                 f"no answer to {operation.kind} {order} from rank {ranks} "

@@ -46,6 +46,7 @@ class Claimant(msgspec.Struct, frozen=True, kw_only=True):
     free: int = 0
     cached: int = 0
     orphan: int = 0
+    preparing: int = 0
     need: int = 0
     want: int = 0
     running: int = 0
@@ -102,7 +103,9 @@ class _Planner:
         for device, view in devices.items():
             if view.capped:
                 self.available[device] = min(self.available[device], 0)
-        self.plan = Plan({c.id: c.kept for c in claimants}, {}, [], [], set())
+        # What a refused claimant still prepares is being undone: it is not left to it.
+        kept = {c.id: c.kept - (c.preparing if c.refused else 0) for c in claimants}
+        self.plan = Plan(kept, {}, [], [], set())
         self.granted: set[str] = set()
 
     def run(self) -> Plan:

@@ -94,3 +94,25 @@ def test_without_faults_nothing_is_resent_and_no_timer_asks() -> None:
             counters = instance.group.counters
             assert counters["resends"] == counters["timer_probes"] == 0, (seed, counters)
             assert counters["headroom_rejections"] == counters["allocation_misses"] == 0
+
+
+@pytest.mark.parametrize("call_s", [0.0005, 0.002, 0.05])
+@pytest.mark.parametrize("delay_s", [0.0003, 0.002, 0.05])
+def test_memory_taken_behind_the_books_is_refused_a_few_times_and_then_known(
+    call_s: float, delay_s: float
+) -> None:
+    shape = Shape(devices={"g0": 64 * MIB}, instances=((("g0",), 2 * MIB),))
+    world = World(1, shape, Faults(delay_s=delay_s, call_s=call_s))
+    (instance,) = world.instances
+    world.play(1.0)
+    world.devices["g0"].foreign_bytes = 40 * MIB
+    instance.pool.demand = 30
+    world.play(10.0)
+    counters = instance.group.counters
+    assert 1 <= counters["headroom_rejections"] <= 3, counters
+    assert counters["timer_probes"] == counters["resends"] == 0, counters
+    taken = len(instance.pool.used)
+    assert taken == 12, "what is left is granted all the same"
+    world.devices["g0"].foreign_bytes = 0
+    world.play(10.0)
+    assert len(instance.pool.used) == 31, "and what comes free is found without an event"

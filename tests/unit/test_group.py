@@ -241,8 +241,9 @@ def engine() -> Engine:
 def grant(order: int, kind: OrderKind, extents: Runs, fence: int = 0) -> list[Effect]:
     """Return what sending an order to both ranks looks like at time 0."""
     message = MapGrant(order=order, kind=kind, extents=extents, fence=fence)
+    wait_s = ORDER_WAIT_S_MAX if kind in ("fence", "decommit") else ORDER_WAIT_S
     return [
-        StartTimer(f"answer:{order}", ORDER_WAIT_S),
+        StartTimer(f"answer:{order}", wait_s),
         SendAgent(0, message),
         SendAgent(1, message),
     ]
@@ -749,7 +750,7 @@ def test_extents_nobody_waits_for_become_spare_behind_their_fence_and_come_back(
     assert e.states() == {"absent": 11, "resident": 4, "spare": 1}
 
 
-def test_an_idle_pool_is_emptied_and_its_spare_extents_decay_by_halves() -> None:
+def test_an_idle_pool_is_emptied_and_its_spare_extents_decay_together() -> None:
     e = engine()
     e.grow(to=5)
     effects = e.pool(5, free=4)
@@ -767,17 +768,13 @@ def test_an_idle_pool_is_emptied_and_its_spare_extents_decay_by_halves() -> None
     e.seen()
     e.now_s = 40.0
     effects = e.timer("decay")
-    half = MapGrant(order=4, kind="decommit", extents=((3, 2),))
+    gone = MapGrant(order=4, kind="decommit", extents=((1, 4),))
     assert effects == [
-        StartTimer("answer:4", 40.0 + ORDER_WAIT_S),
-        SendAgent(0, half),
-        SendAgent(1, half),
-        StartTimer("decay", 40.0 + IDLE_DECAY_S),
-        *e.reported(leaving=2, spare=2),
+        StartTimer("answer:4", 40.0 + ORDER_WAIT_S_MAX),
+        SendAgent(0, gone),
+        SendAgent(1, gone),
+        *e.reported(leaving=4, spare=0),
     ]
-    e.timer("decay")
-    e.timer("decay")
-    assert e.machine.states.having(5) == []
 
 
 def test_work_that_comes_back_ends_the_idle_time_and_its_limit() -> None:

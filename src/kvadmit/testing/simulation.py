@@ -47,6 +47,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     duplicate: float = 0.0
     delay_s: float = 0.002
     """Largest delay of a message; each draws its own, so messages overtake each other."""
+    call_s: float = 0.002
+    """Longest driver call."""
     prepare_refused: float = 0.0
     prepare_failed: float = 0.0
     """A prepare fails, and not for want of room."""
@@ -151,7 +153,7 @@ class SimRank:
         done, partial, error, out_of_memory = self._drive(call)
         self._book()
         world.after(
-            world.random.uniform(0.0001, 0.002),
+            world.random.uniform(0.0001, world.faults.call_s),
             self._alive(
                 lambda: self.feed(
                     member.DriverDone(
@@ -664,7 +666,7 @@ class World:
         self.random.shuffle(script)
         for name in script:
             getattr(self, name)()
-            self._play(self.now_s + self.random.uniform(0.0, 0.2))
+            self.play(self.random.uniform(0.0, 0.2))
 
     def settle(self, wait_s: float = 60.0) -> None:
         """End all faults, keep the last load, and require that everyone is served.
@@ -701,7 +703,7 @@ class World:
     def _wait_settled(self, wait_s: float) -> None:
         deadline_s = self.now_s + wait_s
         while True:
-            self._play(self.now_s + 1.0)
+            self.play(1.0)
             try:
                 self._require_settled()
             except InvariantViolation:
@@ -733,7 +735,9 @@ class World:
         if instance.group.book.open_operations:
             raise InvariantViolation("every order ends", str(instance.group.book.snapshot()))
 
-    def _play(self, until_s: float) -> None:
+    def play(self, for_s: float) -> None:
+        """Let `for_s` seconds of virtual time pass."""
+        until_s = self.now_s + for_s
         while self._heap and self._heap[0][0] <= until_s:
             self.now_s, _, action = heapq.heappop(self._heap)
             self.events += 1
