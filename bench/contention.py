@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--instances", type=_positive, default=2)
     add("--tp", type=_positive, default=1, help="ranks of each instance")
-    add("--requests", type=_positive, default=192, help="requests per instance")
+    add("--requests", type=_positive, default=120, help="requests per instance")
     add(
         "--rate",
         type=float,

@@ -18,14 +18,14 @@ COUNTS = (
     "held_steps",
     "growths",
 )
-"""Counters of design section 13. None where the policy has no such thing."""
+"""What the policies count. None where the policy has no such thing."""
 
 SPREADS: dict[str, tuple[str, ...]] = {
     "grow_latency_s": ("p50", "p99"),
     "grant_wait_s": ("p50", "p99"),
     "scheduler_wait_us": ("p50", "p99", "max"),
 }
-"""Histograms of design section 13, and the figures of each that are reported."""
+"""What the policies time, and the figures of each that are reported."""
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ from kvadmit.units import MIB, align_down, format_bytes, parse_bytes, parse_seco
 LAYOUTS = ("auto", "stock", "LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
 """vLLM's `KVCacheLayout` names, less LHBNC, which puts heads outside blocks."""
 
-LATER_KEYS = ("weight", "margin", "cache", "mps")
+LATER_KEYS = ("weight", "margin", "cache", "mps", "start")
 """Keys of the design that later releases will read."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -82,7 +82,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     idle_decay_s: float = 30.0
     wait_s: float = 120.0
     reclaim_s: float = 5.0
-    start: int | None = None
     start_wait_s: float = 300.0
     require: bool = True
     run_dir: str = msgspec.field(default_factory=default_run_dir)
@@ -214,8 +213,8 @@ _KEYS: dict[str, _Key] = {
         _read_layout,
         " | ".join(LAYOUTS),
         "auto",
-        "Order of the KV cache in memory: auto takes a block-outermost one where the attention "
-        "backend can, stock leaves vLLM's choice, a name of vLLM's forces that one.",
+        "Order of the KV cache in memory: auto and stock leave vLLM's choice, a name of vLLM's "
+        "forces that one, also where the attention backend does not list it.",
     ),
     "idle_decay_s": _Key(
         _read_seconds,
@@ -233,25 +232,21 @@ _KEYS: dict[str, _Key] = {
         _read_seconds,
         "seconds",
         "5",
-        "Within what time an instance that was asked for memory has to give it back.",
-    ),
-    "start": _Key(
-        _read_optional_size,
-        'size per device or "auto"',
-        "auto: last start of this configuration, else an estimate",
-        "Memory beside KV (weights, context, graphs) that the start asks its neighbours for.",
+        "Within what time an instance that was asked for memory gives some back, before others "
+        "are asked instead. The instance that starts the arbiter sets it for all.",
     ),
     "start_wait_s": _Key(
         _read_seconds,
         "seconds",
         "300",
-        "How long a start waits for that memory before it fails and says who holds what.",
+        "How long a start waits for its first memory before it fails and says who holds what.",
     ),
     "require": _Key(
         _read_bool,
         "true or false",
         "true",
-        "Refuse to serve when kvadmit cannot run here; false serves with stock vLLM instead.",
+        "Refuse to serve when this vLLM, feature or machine is not supported; false serves with "
+        "stock vLLM instead. A bad setting is refused either way.",
     ),
     "run_dir": _Key(
         _read_directory,

@@ -26,7 +26,7 @@ from kvadmit.vmm import ExtentLayout, Strip
 EXTENT_BYTES_MAX = 32 * MIB
 """Auto-chosen extents stay at or below this per rank, unless the granule forces more."""
 EXTENT_BLOCKS_MAX = 256
-"""The pool moves at most this many blocks in one scheduler step (design section 7)."""
+"""The pool moves at most this many blocks in one scheduler step."""
 EXTENTS_AIM = 64
 """A buffer is cut in about this many extents while they stay below EXTENT_BYTES_MAX."""
 EXTENTS_MIN = 2

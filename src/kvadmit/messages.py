@@ -187,7 +187,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     refused: tuple[str, ...] = ()
     devices: tuple[DeviceReading, ...] = ()
     counters: dict[str, int] = {}
-    """For status only: the counters of design section 13 and running/waiting requests."""
+    """For status only: growths, misses, rejections and the like, and waiting requests."""
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):

@@ -13,7 +13,7 @@ import msgspec
 from kvadmit.messages import Allowance, Message, Report
 
 LEVELS: tuple[type, ...] = (Report, Allowance)
-"""Absolute levels: a newer one of the type makes a queued one worthless (design section 4)."""
+"""Absolute levels: a newer one of the type makes a queued one worthless."""
 
 QUEUE_MESSAGES_MAX = 1024
 """Messages kept for a peer that does not read. An instance has some tens under way at most."""

@@ -20,7 +20,7 @@ import msgspec
 from kvadmit.errors import InvariantViolation, LocalProtocolError
 
 BLOCKS_PER_STEP_MAX = 256
-"""Most blocks taken back in one scheduler step (design section 7)."""
+"""Most blocks taken back in one scheduler step, so that no step is long because memory moves."""
 
 FULLNESS_STEPS = 16
 """How finely the fullness of partly used extents is told apart when blocks are handed out."""

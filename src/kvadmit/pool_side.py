@@ -12,7 +12,7 @@ from kvadmit.port import Ceiling, Limit, PoolLevels
 from kvadmit.states import RESIDENT, ExtentStates
 
 HOLD_S = 0.020
-"""Longest time a running request is held for bytes on their way (design section 7)."""
+"""Longest time a running request is held for bytes on their way: more would be a stall."""
 IDLE_S = 1.0
 """After this long without requests the pool's free extents become spare."""
 

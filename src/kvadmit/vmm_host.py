@@ -143,7 +143,7 @@ class HostAddressSpace:
             for index in range(self._runs_mapped.get(extent, 0), len(runs)):
                 error = self._map(*runs[index])
                 if error is not None:
-                    # From the first map call on nothing is undone: design section 5, step 5.
+                    # From the first map call on nothing is undone: it is finished later.
                     self._runs_mapped[extent] = index
                     self._states[extent] = "partial"
                     return BatchResult(
@@ -243,11 +243,15 @@ class HostAddressSpace:
         booked, and pages already freed come back, zeroed, with the first touch.
         """
         error = self._each_run(extent, self._punch)
-        if error is None:
-            self._states[extent] = "absent"
-            self._runs_mapped.pop(extent, None)
+        if error is not None:
+            return error
+        try:
             self._pool.unbook(self.layout.extent_bytes)
-        return error
+        except DriverError as locked:  # the pool's lock is held by a stopped process
+            return locked
+        self._states[extent] = "absent"
+        self._runs_mapped.pop(extent, None)
+        return None
 
     # --- one run of bytes ----------------------------------------------------------------
 

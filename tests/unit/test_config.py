@@ -27,7 +27,6 @@ ALL_KEYS = {
     "idle_decay_s",
     "wait_s",
     "reclaim_s",
-    "start",
     "start_wait_s",
     "require",
     "run_dir",
@@ -45,7 +44,7 @@ def test_nothing_given_is_off_and_valid() -> None:
     settings = Settings.parse({})
     assert not settings.enable
     assert settings.require
-    assert (settings.floor, settings.cap, settings.extent, settings.start) == (None,) * 4
+    assert (settings.floor, settings.cap, settings.extent) == (None,) * 3
     assert settings.host_pool > 0
     assert settings.run_dir.startswith("/")
 
@@ -62,7 +61,6 @@ def test_values_as_json_gives_them() -> None:
             "idle_decay_s": 5,
             "wait_s": "2min",
             "reclaim_s": "500ms",
-            "start": "2GiB",
             "start_wait_s": 60.5,
             "require": False,
             "run_dir": "/run/shared",
@@ -79,7 +77,6 @@ def test_values_as_json_gives_them() -> None:
         idle_decay_s=5.0,
         wait_s=120.0,
         reclaim_s=0.5,
-        start=2 * GIB,
         start_wait_s=60.5,
         require=False,
         run_dir="/run/shared",

@@ -288,3 +288,25 @@ def test_no_addresses_is_a_named_error(rig: HostRig, monkeypatch: pytest.MonkeyP
     fail_call(monkeypatch, "mmap", 1, errno.ENOMEM)
     with pytest.raises(DriverError, match="no addresses for"):
         rig.make()
+
+
+def test_a_release_the_pool_cannot_note_is_repeated_by_the_next_one(
+    rig: HostRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = rig.make()
+    done(space.prepare([1]))
+    done(space.commit([1]))
+    locked = DriverError("fcntl", "host", "ETIMEDOUT", "held by a stopped process")
+
+    def refuse(count: int) -> None:
+        raise locked
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.pool, "unbook", refuse)
+        result = space.decommit([1])
+        assert (result.done, result.partial, result.error) == ((), (1,), locked)
+    assert rig.pool.booked_bytes == rig.layout.extent_bytes, "nothing is lost from the books"
+    done(space.decommit([1]))
+    assert space.state(1) == "absent"
+    assert rig.pool.booked_bytes == 0
+    space.close()

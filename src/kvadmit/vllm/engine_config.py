@@ -5,7 +5,7 @@ Owns: reading `additional_config["kvadmit"]`, the refusals, and what is set in t
 
 What is decided here travels as plain attributes on the configuration: those survive the
 pickle to EngineCore and workers and stay out of vLLM's compile-cache key, which hashes
-`additional_config` (map 1.2).
+`additional_config`.
 """
 
 from __future__ import annotations

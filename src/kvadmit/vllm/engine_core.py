@@ -70,7 +70,8 @@ class Engine:
             parent = multiprocessing.parent_process()
             if parent is not None and parent.pid is not None:
                 self.coordinator.watch_parent(parent.pid)
-            self.coordinator.request_start({HOST_DEVICE: self.settings.start or 0})
+            # Weights and activations are not in the host pool: nothing is needed beside KV.
+            self.coordinator.request_start({HOST_DEVICE: 0})
         except BaseException:
             self.coordinator.stop()
             raise
@@ -114,7 +115,7 @@ class Engine:
         """End everything of an engine whose construction failed.
 
         vLLM leaves workers behind when an exception strikes between the executor's start
-        and the end of EngineCore's constructor (field report R43).
+        and the end of EngineCore's constructor.
         """
         self.coordinator.expect_end()
         executor, self.executor = self.executor, None

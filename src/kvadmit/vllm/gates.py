@@ -12,10 +12,6 @@ from typing import Any
 
 from kvadmit.errors import UnsupportedError
 
-CONNECTORS_ALLOWED = ("OffloadingConnector", "SimpleCPUOffloadConnector")
-"""They copy block by block and keep what they copy referenced; others register the whole
-buffer with a network card or bring their own memory."""
-
 Gate = Callable[[Any], str]
 
 
@@ -86,22 +82,19 @@ def _elastic_ep(config: Any) -> str:
 
 
 def _connector(config: Any) -> str:
-    transfer = _get(config, "kv_transfer_config")
-    name = _get(transfer, "kv_connector")
+    name = _get(config, "kv_transfer_config", "kv_connector")
     if name is None:
         return ""
-    names = [name]
-    extra = _get(transfer, "kv_connector_extra_config") or {}
-    if name == "MultiConnector":
-        names = [one.get("kv_connector") for one in extra.get("connectors", [])]
-    for one in names:
-        if one not in CONNECTORS_ALLOWED:
-            return (
-                f"KV connector {one}: it may register the whole KV buffer, parts of which have no "
-                f"memory behind them; supported: {', '.join(CONNECTORS_ALLOWED)}"
-            )
-    if "SimpleCPUOffloadConnector" in names and extra.get("lazy_offload"):
-        return "SimpleCPUOffloadConnector's lazy mode keeps a cursor in the free queue; turn it off"
+    return (
+        f"KV connector {name}: connectors read blocks after they were freed or register the whole "
+        "KV buffer, parts of which have no memory behind them; drop --kv-transfer-config"
+    )
+
+
+def _pipeline(config: Any) -> str:
+    stages = _get(config, "parallel_config", "pipeline_parallel_size") or 1
+    if stages > 1:
+        return f"pipeline_parallel_size={stages}: vLLM's CPU build cannot run it; use 1"
     return ""
 
 
@@ -154,6 +147,7 @@ GATES: tuple[Gate, ...] = (
     _sleep_mode,
     _elastic_ep,
     _connector,
+    _pipeline,
     _hisparse,
     _flex_attention,
     _extensible,

@@ -3,7 +3,7 @@
 Owns: a Prometheus collector in the process that answers /metrics. Must not know: EngineCore,
 which never writes metrics: the figures are the arbiter's, the same that `kvadmit status`
 shows. A stat-logger entry point would turn vLLM's statistics on for users who switched them
-off (design section 12), so the collector registers itself once kvadmit is enabled.
+off, so the collector registers itself once kvadmit is enabled.
 
 A scrape never waits for a slow arbiter: the question runs on a thread of its own, and after
 ANSWER_WAIT_S the last known figures are shown, with their age.

@@ -1,7 +1,7 @@
 """The attributes with which our hooks find each other on vLLM's objects.
 
 Owns: the names. All of them are plain attributes, which survive vLLM's pickles and stay out of
-its compile-cache key (map 1.2).
+its compile-cache key.
 """
 
 from __future__ import annotations

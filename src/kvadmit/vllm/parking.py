@@ -3,8 +3,8 @@
 Owns: the hooks on EngineCoreProc's loop. Must not know: why nothing could be scheduled (the
 scheduler mixin says so and for how long it may last).
 
-vLLM's loop would schedule nothing, broadcast it to all workers and sleep 1 ms, over and over
-(map 6). Everything that can change the situation arrives on the input queue: requests,
+vLLM's loop would schedule nothing, broadcast it to all workers and sleep 1 ms, over and over.
+Everything that can change the situation arrives on the input queue: requests,
 aborts, and the coordinator's wake-ups, so waiting there loses nothing.
 """
 

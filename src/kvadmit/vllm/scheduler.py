@@ -279,7 +279,7 @@ class ElasticScheduler:
                 self.kvadmit_blocked_since.clear()
             return 0
         if asked > len(self.kv_cache_manager.block_pool.blocks):
-            return 0  # vLLM's word for "not now", without a number (map 5.1)
+            return 0  # vLLM's word for "not now", without a number
         admission = self.kvadmit
         blocks = self._kvadmit_head_blocks(request)
         if admission.fits_never(blocks):

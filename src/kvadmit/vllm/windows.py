@@ -4,7 +4,7 @@ Owns: which extents such blocks pin. Must not know: why extents are withdrawn.
 
 vLLM frees blocks behind a sliding window (or local chunk) while the request lives on; up to
 0.32, and in the V1 runner of any version, the worker's table still names them, and a kernel
-that masks only the upper bound reads them (map 4.6). Such an extent is not withdrawn before
+that masks only the upper bound reads them. Such an extent is not withdrawn before
 the request ends. Needs nothing where the worker replaces the stale ids itself.
 """
 

@@ -165,7 +165,7 @@ def _wrap_warm_up(original: Any) -> Callable[..., Any]:
         side = _side_of(self)
         if side is None:
             return original(self)
-        # Everything that picks block ids in warm-up and capture reads this field (map 4.5).
+        # Everything that picks block ids in warm-up and capture reads this field.
         config = self.model_runner.kv_cache_config
         blocks = config.num_blocks
         config.num_blocks = min(blocks, side.plan.prefix * side.plan.extent_blocks)
@@ -197,7 +197,10 @@ def _wrap_execute_model(original: Any) -> Callable[..., Any]:
         output = original(self, scheduler_output)
         side = self.__dict__.get(SIDE)
         if side is not None:
-            side.step = getattr(scheduler_output, STEP)
+            step = getattr(scheduler_output, STEP, None)
+            if step is None:
+                return output  # vLLM's own warm-up: no step of the scheduler's
+            side.step = step
             if output is not None:
                 side.publish()
         return output
