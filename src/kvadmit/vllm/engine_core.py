@@ -23,6 +23,7 @@ import msgspec
 from kvadmit.config import Settings
 from kvadmit.coordinator import Coordinator
 from kvadmit.geometry import ExtentPlan
+from kvadmit.units import format_bytes
 from kvadmit.vllm.engine_config import is_enabled, read_settings
 from kvadmit.vllm.names import RUNTIME
 
@@ -79,6 +80,12 @@ class Engine:
         # Seen by get_scheduler_cls, which gets no other configuration.
         setattr(self._vllm_config.scheduler_config, RUNTIME, self.coordinator.runtime)
         _engines[self.incarnation] = self
+        logger.info(
+            "kvadmit is active in EngineCore: instance %s with %d rank(s) shares %s",
+            self.coordinator.name,
+            self.ranks,
+            format_bytes(self.settings.host_pool),
+        )
 
     @property
     def incarnation(self) -> str:

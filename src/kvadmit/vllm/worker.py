@@ -9,6 +9,7 @@ answers exactly that call with a tensor over the reservation, whatever runner ma
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +19,13 @@ from torch.overrides import TorchFunctionMode
 from kvadmit.agent import Agent
 from kvadmit.errors import LocalProtocolError
 from kvadmit.geometry import ExtentPlan
+from kvadmit.units import format_bytes
 from kvadmit.vllm.backends import Backing, make_backing
 from kvadmit.vllm.engine_config import is_enabled
 from kvadmit.vllm.names import PLAN, RUNTIME, SIDE, STEP
 from kvadmit.vllm.replacing import replace
+
+logger = logging.getLogger("vllm.kvadmit")
 
 
 class WorkerSide:
@@ -141,6 +145,17 @@ def _wrap_initialize(original: Any) -> Callable[..., Any]:
         try:
             result = original(self, kv_cache_config)
             side.agent.start()
+            layout = side.plan.layouts[self.rank]
+            logger.info(
+                "kvadmit is active in the worker of rank %d: %s reserved, %s backed, %d blocks in "
+                "extents of %d (%s)",
+                self.rank,
+                format_bytes(layout.buffer_bytes),
+                format_bytes(side.plan.prefix * layout.extent_bytes),
+                side.plan.blocks,
+                side.plan.extent_blocks,
+                format_bytes(layout.extent_bytes),
+            )
         except BaseException:
             side.close()
             raise
