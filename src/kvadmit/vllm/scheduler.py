@@ -24,6 +24,8 @@ from kvadmit.vllm.windows import WindowPins, windowed_managers
 
 WAITERS_SEEN = 32
 """How many waiters count for what the pool would like to have."""
+STUCK_LOOK_S = 0.1
+"""How often the need of a waiter that stays refused is counted anew."""
 PARK_S_MAX = 1.0
 """Bounds the wait should a wake-up ever be lost."""
 IN_PROCESS_WAIT_S = 0.05
@@ -110,6 +112,9 @@ class ElasticScheduler:
         self.kvadmit_mean_blocks = 1.0
         self.kvadmit_head: Any = None
         self.kvadmit_blocks_of_head = 0
+        self.kvadmit_stuck: Any = None
+        """The waiter that was refused last, while its need is posted."""
+        self.kvadmit_stuck_until_s = 0.0
         self.kvadmit_blocked_since: dict[str, float] = {}
         engine.scheduler = self
         self._kvadmit_set_watermark()
@@ -168,6 +173,8 @@ class ElasticScheduler:
                 queue = admission.pool.queue
                 if queue.num_free_blocks - queue.num_cached_blocks >= self.kvadmit_low:
                     return
+            if self._kvadmit_still_stuck(now_s):
+                return
         output.kvadmit_step = admission.step
         held = self.kvadmit_may_hold is True
         running, waiting = len(self.running), len(self.waiting)
@@ -185,9 +192,27 @@ class ElasticScheduler:
             low += self._kvadmit_prompts(min(waiting, self.kvadmit_seats - running))
         self.kvadmit_low = low
         admission.publish(now_s, running=running, waiting=waiting, missing=missing, low=low)
+        stuck = missing and not held and not self.kvadmit_missed
+        self.kvadmit_stuck = self.kvadmit_tried if stuck else None
+        self.kvadmit_stuck_until_s = now_s + STUCK_LOOK_S
         if missing or held or self.kvadmit_held_before:
             self.kvadmit_held_before = held
             admission.count_step(missed=missing > 0, held=held)
+
+    def _kvadmit_still_stuck(self: Any, now_s: float) -> bool:
+        """Whether this step only refused again the waiter whose need is posted already."""
+        tried = self.kvadmit_tried
+        if (
+            tried is None
+            or tried is not self.kvadmit_stuck
+            or self.kvadmit_missed
+            or now_s >= self.kvadmit_stuck_until_s
+            or tried.status is RequestStatus.RUNNING
+        ):
+            return False
+        del self.kv_cache_manager.coordinator.get_num_blocks_to_allocate
+        self.kvadmit.no_slot_steps += 1
+        return True
 
     def _kvadmit_set_watermark(self: Any) -> None:
         """Keep new admissions from the blocks that running requests take next."""
