@@ -51,8 +51,6 @@ CAPTURE_WAIT_S = 30.0
 STOP_WAIT_S = 10.0
 EXIT_CODE = 70
 """EX_SOFTWARE of sysexits(3): nobody is left who could use this worker."""
-HUNG_EXIT_S = 10.0
-"""A worker is gone this long after its EngineCore whatever happens."""
 TRACE_ENTRIES_MAX = 4096
 """A rank's share of a host's memory for traces; there are many ranks."""
 CHECK_VARIABLE = "KVADMIT_CHECK"
@@ -216,7 +214,6 @@ class Agent:
                     case Received():
                         self._receive(ready.message)
                     case LeaseLost():
-                        self._end_anyway()
                         self._handle(member.CoordinatorLost(time.monotonic()))
                     case BadPeer():
                         raise ready.error  # our end closes the lease, so the coordinator knows
@@ -224,17 +221,6 @@ class Agent:
                         pass
             for timer in self._timers.due(time.monotonic()):
                 self._handle(member.TimerFired(time.monotonic(), timer))
-
-    def _end_anyway(self) -> None:
-        """Have this process end also if its own shutdown stops the agent first, then hangs.
-
-        Not where the coordinator lives in this process: that one goes on without the engine.
-        """
-        assert self._lease is not None
-        if self._lease.server_pid != os.getpid():
-            killer = threading.Timer(HUNG_EXIT_S, self._exit_process, (EXIT_CODE,))
-            killer.daemon = True
-            killer.start()
 
     def _take_posted(self) -> None:
         """Turn what other threads left here into events; the last look before the poll."""
