@@ -294,8 +294,8 @@ def test_a_release_the_pool_cannot_note_is_repeated_by_the_next_one(
     rig: HostRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     space = rig.make()
-    done(space.prepare([1]))
-    done(space.commit([1]))
+    assert space.prepare([1]) == done(1)
+    assert space.commit([1]) == done(1)
     locked = DriverError("fcntl", "host", "ETIMEDOUT", "held by a stopped process")
 
     def refuse(count: int) -> None:
@@ -306,7 +306,7 @@ def test_a_release_the_pool_cannot_note_is_repeated_by_the_next_one(
         result = space.decommit([1])
         assert (result.done, result.partial, result.error) == ((), (1,), locked)
     assert rig.pool.booked_bytes == rig.layout.extent_bytes, "nothing is lost from the books"
-    done(space.decommit([1]))
+    assert space.decommit([1]) == done(1)
     assert space.state(1) == "absent"
     assert rig.pool.booked_bytes == 0
     space.close()
