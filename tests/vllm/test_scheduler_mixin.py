@@ -208,6 +208,49 @@ def test_a_refused_waiter_becomes_a_need_of_exactly_what_it_lacks() -> None:
     assert "get_num_blocks_to_allocate" not in left, "vLLM's own is back"
 
 
+def test_a_waiter_that_stays_refused_is_counted_each_step_and_looked_at_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    elastic = Elastic(prefix=2)
+    elastic.running.append(request("busy"))
+    one = waiter("a", 400)
+    elastic.waiting.append(one)
+
+    def refuse() -> int:
+        elastic.ask(one, 13)
+        return 1
+
+    elastic.script = refuse
+    elastic.schedule()
+    need = elastic.posted().need_total
+    assert need > 2
+    looked: list[float] = []
+    lack = elastic._kvadmit_waiter_lack
+
+    def look(now_s: float) -> int:
+        looked.append(now_s)
+        return int(lack(now_s))
+
+    monkeypatch.setattr(elastic, "_kvadmit_waiter_lack", look)
+    for _ in range(4):
+        elastic.schedule()
+    assert not looked, "its need is known"
+    assert elastic.kvadmit.no_slot_steps == 5
+    elastic.kvadmit_stuck_until_s = 0.0
+    elastic.schedule()
+    assert len(looked) == 1
+
+    def admit() -> int:
+        elastic.ask(one, 13)
+        one.status = RequestStatus.RUNNING
+        return 1
+
+    elastic.script = admit
+    elastic.schedule()
+    assert len(looked) == 2, "a waiter that got in is a change"
+    assert elastic.kvadmit.no_slot_steps == 6
+
+
 def test_an_admitted_waiter_is_no_need() -> None:
     elastic = Elastic(prefix=4)
     one = waiter("a", 60)
