@@ -26,12 +26,11 @@ from bench.colocated.figures import (
     total,
     worst,
 )
-from bench.colocated.statistics import median, paired_ratio
+from bench.colocated.statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
-DELAYS_MS = (0, 50, 500)
 NOTHING = "-"
 
 
@@ -61,14 +60,10 @@ def numbers() -> str:
     for name, heading in (
         ("contention-alternating", "Bursts that take turns (`alternating`)"),
         ("contention-symmetric", "Both pressed all the time (`symmetric`)"),
-        ("contention-sim-tp4", "*Simulated*: two TP=4 instances, 390 + 390 requests"),
+        ("contention-sim-tp4", "Simulated: two TP=4 instances, 390 + 390 requests"),
     ):
         result = load(name)
         parts.append(f"**{heading}**, {described(result)}\n\n{comparison(result)}")
-    parts.append(
-        "**Workers that answer late**: what the scheduler thread waits, and what requests that "
-        f"need no growth notice\n\n{delays()}"
-    )
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
@@ -122,46 +117,9 @@ def comparison(result: Json) -> str:
     return "\n".join(rows)
 
 
-def delays() -> str:
-    """Return the table of late workers: a row per policy and delay."""
-    results = {delay: load(f"contention-delay-{delay}")["runs"] for delay in DELAYS_MS}
-    rows = [
-        "| policy | workers late by | scheduler wait max | growth latency p50 "
-        "| TPOT of requests without growth, over no delay |",
-        "|---|--:|--:|--:|--:|",
-    ]
-    probe = worst("probe_tpot_s", "mean")
-    for policy in policies_of(results[DELAYS_MS[0]]):
-        for delay, runs in results.items():
-            mine = [run for run in runs if run["policy"] == policy]
-            undelayed = by_repeat(results[0], policy, probe)
-            ratio = paired_ratio(by_repeat(runs, policy, probe), undelayed)
-            longest = middle(mine, worst("scheduler_wait_us", "max"))
-            cells = [
-                policy,
-                f"{delay} ms",
-                show(None if longest is None else longest / 1e3, "{:,.2f} ms"),
-                show(milli(middle(mine, worst("grow_latency_s", "p50"))), "{:,.1f} ms"),
-                "1" if delay == DELAYS_MS[0] else str(ratio or NOTHING),
-            ]
-            rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
-def by_repeat(runs: list[Json], policy: str, figure: Figure) -> dict[int, float]:
-    """Return the figure of a policy's runs by repeat."""
-    found = {run["repeat"]: figure(run) for run in runs if run["policy"] == policy}
-    return {repeat: value for repeat, value in found.items() if value is not None}
-
-
 def middle(runs: list[Json], figure: Figure) -> float | None:
     """Return the median over runs of what applies."""
     return median(figure(run) for run in runs)
-
-
-def milli(seconds: float | None) -> float | None:
-    """Return milliseconds."""
-    return None if seconds is None else seconds * 1e3
 
 
 def show(value: float | None, form: str) -> str:
