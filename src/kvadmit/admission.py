@@ -229,7 +229,7 @@ class Admission(Generic[B]):
         self._lack, self._missing = lack, missing
         self._running, self._waiting = running, waiting
         if (
-            (missing > 0 and not posted.need_total)
+            (missing > 0 and posted.need_total <= self.pool.resident < self.ceiling)
             or (lack > 0 and posted.want_total <= self.pool.resident < self.ceiling)
             or (running + waiting == 0) != (posted.running + posted.waiting == 0)
         ):

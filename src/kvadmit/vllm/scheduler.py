@@ -156,6 +156,7 @@ class ElasticScheduler:
             self.kv_cache_manager.block_pool.num_gpu_blocks = admission.pool.blocks
             self._kvadmit_set_watermark()
             self.kvadmit_age = 0
+            self.kvadmit_stuck = None  # who is refused even now needs more than was posted
         if admission.ceiling < ceiling:
             self._kvadmit_fail_too_large(self.waiting)
         if self.kvadmit_failures.due:
