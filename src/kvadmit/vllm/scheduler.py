@@ -178,14 +178,15 @@ class ElasticScheduler:
                 return
         output.kvadmit_step = admission.step
         held = self.kvadmit_may_hold is True
+        if held:
+            # First of all: with the hold's watermark a waiter would seem to lack the whole pool.
+            self._kvadmit_set_watermark()
         running, waiting = len(self.running), len(self.waiting)
         missing = 0
         if self.kvadmit_missed or (running and not output.num_scheduled_tokens):
             missing = self._kvadmit_running_lack(output)
         if self.kvadmit_tried is not None:
             missing = max(missing, self._kvadmit_waiter_lack(now_s))
-        if held:
-            self._kvadmit_set_watermark()
         if self.kvadmit_age <= 0:
             self._kvadmit_look_ahead(running, now_s)
         low = max(self.kvadmit_horizon, admission.pool.extent_blocks) if running else 0
