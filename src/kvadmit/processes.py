@@ -18,7 +18,7 @@ from kvadmit.descriptors import close_after_fork, close_quietly
 logger = logging.getLogger(__name__)
 
 DEATH_GRACE_S = 5.0
-"""After its front end died an engine has this long to end by itself (design: 15 s in all)."""
+"""After its front end died an engine has this long to end by itself."""
 DEATH_EXIT_CODE = 71
 
 
