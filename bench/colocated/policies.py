@@ -3,7 +3,9 @@
 Owns: the policies' names, engine arguments and environments. Must not know: what they
 decide at run time.
 
-- `static`: stock vLLM without any plugin, the pool split evenly.
+All of them wait for messages alike (`short_waits`).
+
+- `static`: stock vLLM, the pool split evenly.
 - `sync`: growth as a synchronous call on the scheduler's path (see `sync_policy/`).
 - `event`: kvadmit.
 """
@@ -24,8 +26,12 @@ Policy = Literal["static", "sync", "event"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 ROOT = Path(__file__).resolve().parents[2]
-PLUGINS = {"static": "", "sync": "kvadmit_bench_sync", "event": "kvadmit,kvadmit_bench_event"}
-"""vLLM's allow-list of plugins. Empty, not unset: an unset one loads every plugin there is."""
+PLUGINS = {
+    "static": "kvadmit_bench_short_waits",
+    "sync": "kvadmit_bench_short_waits,kvadmit_bench_sync",
+    "event": "kvadmit_bench_short_waits,kvadmit,kvadmit_bench_event",
+}
+"""vLLM's allow-list of plugins; an unset one would load every plugin there is."""
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):

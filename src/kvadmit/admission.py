@@ -106,13 +106,12 @@ class Admission(Generic[B]):
         self._missing = 0
         self._lack = 0
         """Uncached blocks short of the low watermark; negative: above it."""
-        self._missing_seen = 0
         self._lack_seen = 0
-        """The highest of both since the last look."""
+        """The highest since the last look."""
         self._posted = PoolLevels(resident=0)
         self._posted_s = 0.0
-        self._look_s = 0.0
-        self._asked_s: float | None = None
+        self.look_s = 0.0
+        """When levels that ask for nothing new are next looked at."""
         self._latency_s = LATENCY_S
         self._held_in_a_row = 0
 
@@ -129,7 +128,7 @@ class Admission(Generic[B]):
                 match order:
                     case Resident():
                         moved += self.pool.grow(from_runs(order.extents))
-                        self._grown(now_s)
+                        self._learn_latency(order.took_s)
                     case Limit():
                         self._limit = order.extents
                     case Ceiling():
@@ -159,19 +158,20 @@ class Admission(Generic[B]):
         self._port.post(PoolReturned(to_runs(taken), self.step))
         return moved
 
-    def _grown(self, now_s: float) -> None:
-        if self._asked_s is None:
-            return
-        seen_s = now_s - self._asked_s
-        self._asked_s = None
-        believed_s = LATENCY_DECAY * self._latency_s + (1 - LATENCY_DECAY) * seen_s
-        self._latency_s = max(seen_s, believed_s)
+    def _learn_latency(self, took_s: float) -> None:
+        if took_s:
+            believed_s = LATENCY_DECAY * self._latency_s + (1 - LATENCY_DECAY) * took_s
+            self._latency_s = max(took_s, believed_s)
 
     # --- during a step ---
 
     @property
     def growth_latency_s(self) -> float:
-        """The slowest recent growth, from asking to handing out."""
+        """How long the slowest recent growth took, once it was allowed.
+
+        Waiting for others' memory is not part of it: nothing that is asked for earlier makes
+        that shorter.
+        """
         return self._latency_s
 
     @property
@@ -179,15 +179,38 @@ class Admission(Generic[B]):
         """Whether the coordinator gave an order that `drain` has not applied."""
         return self._port.pending
 
+    def needs_no_longer(self, now_s: float) -> bool:
+        """Whether a need that was posted is due to be taken back, if nobody has it any more."""
+        return self._posted.need_total > 0 and now_s >= self.look_s
+
     @property
-    def pressed(self) -> bool:
-        """Whether another instance waits for memory."""
-        return self._port.pressure
+    def needs_more(self) -> bool:
+        """Whether more extents are needed than resident, and posted as such if there can be."""
+        return self._posted.need_total > self.pool.resident or self.pool.resident >= self.ceiling
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether the last levels posted want more than is resident, or nothing more can be."""
+        return self._posted.want_total > self.pool.resident or self.pool.resident >= self.ceiling
+
+    def could_give(self, now_s: float) -> bool:
+        """Whether more could be given up, while somebody waits, than was posted."""
+        posted = self._posted
+        return (
+            self._port.pressure
+            and now_s >= self.look_s
+            and self.pool.about_whole > posted.free + posted.cached
+        )
 
     @property
     def over_limit(self) -> bool:
         """Whether more extents are resident than the coordinator allows."""
         return self.pool.resident > self._limit
+
+    @property
+    def bytes_coming(self) -> bool:
+        """Whether a growth is under way that somebody who missed blocks needs."""
+        return self._port.hold_until_s > 0
 
     def may_hold(self, now_s: float) -> bool:
         """Whether a running request without slots is better held than preempted.
@@ -235,11 +258,9 @@ class Admission(Generic[B]):
         ):
             self._post(self._levels(), now_s)
             return
-        if missing > self._missing_seen:
-            self._missing_seen = missing
         if lack > self._lack_seen:
             self._lack_seen = lack
-        if now_s >= self._look_s:
+        if now_s >= self.look_s:
             self._look(now_s)
 
     def count_step(self, *, missed: bool, held: bool) -> None:
@@ -256,19 +277,19 @@ class Admission(Generic[B]):
             self._post(levels, now_s)
 
     def _look(self, now_s: float) -> None:
-        """Post what was asked for at most since the last look, if it is worth it."""
-        self._look_s = now_s + REFRESH_S
+        """Post the newest need and the highest want since the last look, if worth it."""
+        self.look_s = now_s + REFRESH_S
         levels = self._levels()
         if self._worth_posting(levels, now_s):
             self._post(levels, now_s)
-        self._missing_seen = self._lack_seen = 0
+        self._lack_seen = 0
 
     def _levels(self) -> PoolLevels:
         holdings = self.pool.levels()
         resident, whole, ceiling = holdings.resident, self._whole, self.ceiling
         need = want = 0
         if self._running or self._waiting:
-            missing = max(self._missing, self._missing_seen)
+            missing = self._missing
             lack = max(self._lack, self._lack_seen)
             if missing > 0:
                 need = min(resident + ceil_div(missing, whole), ceiling)
@@ -294,7 +315,7 @@ class Admission(Generic[B]):
         that waits itself: nothing is taken from it.
         """
         posted = self._posted
-        if bool(levels.need_total) != bool(posted.need_total):
+        if levels.need_total != posted.need_total:
             return True
         if (self._port.pressure and not levels.need_total) or now_s - self._posted_s > (
             REFRESH_SLOW_S
@@ -302,17 +323,12 @@ class Admission(Generic[B]):
             return levels != posted
         # A want below what is resident asks for nothing, whatever it is.
         want = max(levels.want_total, levels.resident) - max(posted.want_total, posted.resident)
-        need = levels.need_total - posted.need_total
-        return max(abs(want), abs(need)) * AHEAD_SHARE > levels.resident
+        return abs(want) * AHEAD_SHARE > levels.resident
 
     def _post(self, levels: PoolLevels, now_s: float) -> None:
-        if levels.want_total <= levels.resident:
-            self._asked_s = None
-        elif self._asked_s is None:
-            self._asked_s = now_s
         self._posted = levels
         self._posted_s = now_s
-        self._look_s = now_s + REFRESH_S
+        self.look_s = now_s + REFRESH_S
         self.posts += 1
         self._port.post(levels)
 

@@ -27,6 +27,7 @@ from kvadmit.lease import LeaseServer
 from kvadmit.messages import Bye, Header, Hello, Message, Refused, Report, StatusQuery
 from kvadmit.observe import Trace
 from kvadmit.postmortem import write_trace
+from kvadmit.processes import preempt_as_usual
 from kvadmit.rundir import ArbiterLock, RunDir, new_incarnation
 from kvadmit.timers import LoopTimers
 
@@ -187,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     if not options.foreground and os.fork():
         os._exit(0)  # our child lives on without the instance that started it as its parent
+    preempt_as_usual()
     os.chdir("/")
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(process)d %(message)s"

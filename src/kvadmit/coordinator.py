@@ -52,7 +52,12 @@ from kvadmit.observe import Histogram, Trace
 from kvadmit.pending import PendingCalls
 from kvadmit.port import PoolEvent, PoolLevels, PoolPort
 from kvadmit.postmortem import write_trace
-from kvadmit.processes import ProcessWatch, end_this_process, is_stopped
+from kvadmit.processes import (
+    ProcessWatch,
+    end_this_process,
+    is_stopped,
+    never_preempt_others,
+)
 from kvadmit.ranks import RankChannels
 from kvadmit.rendezvous import ArbiterChannel, ask_status
 from kvadmit.rundir import InstanceClaim, RunDir, new_incarnation
@@ -318,6 +323,7 @@ class Coordinator:
     # --- the loop's thread ---
 
     def _run_thread(self) -> None:
+        never_preempt_others()  # the scheduler's thread wakes this one
         error: BaseException | None = None
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

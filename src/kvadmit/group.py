@@ -382,8 +382,9 @@ class Group:
             for extent in done:
                 self._orphan_tries.pop(extent, None)
             self.counters["growths"] += 1
-            effects.append(Observe("grow_latency_s", now_s - self._growth_began_s))
-            effects.append(GivePool(Resident(to_runs(done))))
+            took_s = now_s - self._growth_began_s
+            effects.append(Observe("grow_latency_s", took_s))
+            effects.append(GivePool(Resident(to_runs(done), took_s)))
         if not left:
             return
         self.counters["allocation_misses"] += 1

@@ -232,6 +232,11 @@ class ElasticQueue(Generic[B]):
         self._settle()
         return self._cache_only
 
+    @property
+    def about_whole(self) -> int:
+        """Wholly free extents as of the last hand-out; exact counts cost more."""
+        return len(self._ranked[_EMPTY]) + len(self._cache_only)
+
     def last_cached(self, extent: int) -> int:
         """Return when a cached block last came back to `extent`; smaller is longer ago."""
         return self._stamp[extent]
@@ -360,6 +365,11 @@ class ElasticPool(Generic[B]):
     def blocks(self) -> int:
         """Blocks of all resident extents, the null block included."""
         return len(self._resident) * self.extent_blocks
+
+    @property
+    def about_whole(self) -> int:
+        """About how many resident extents are wholly free, pinned or not: for a quick look."""
+        return self.queue.about_whole
 
     def grow(self, extents: Iterable[int]) -> int:
         """Make the blocks of `extents` free; returns how many blocks were added."""

@@ -19,9 +19,13 @@ from kvadmit.messages import Runs
 
 
 class Resident(msgspec.Struct, frozen=True):
-    """Coordinator to pool: every rank has committed these extents; hand their blocks out."""
+    """Coordinator to pool: every rank has committed these extents; hand their blocks out.
+
+    `took_s`: from the first PREPARE to the last COMMIT answer; 0 if nothing had to be mapped.
+    """
 
     extents: Runs
+    took_s: float = 0.0
 
 
 class Limit(msgspec.Struct, frozen=True):

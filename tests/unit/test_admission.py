@@ -69,13 +69,27 @@ def test_a_miss_asks_at_once_for_what_it_lacks_and_no_second_time() -> None:
     assert bench.publish(0.003, missing=1) == []
 
 
-def test_what_was_asked_for_at_most_is_asked_for_at_the_next_look() -> None:
+def test_a_look_posts_the_newest_need_and_the_highest_want() -> None:
     bench = Bench(prefix=2)
     bench.use(7)
     bench.publish(0.0, missing=1)
-    bench.publish(0.01, missing=20)
+    bench.publish(0.01, missing=20, low=20)
     bench.publish(0.02, missing=1)
-    assert the_one(bench.publish(0.0 + REFRESH_S, missing=2)).need_total == 2 + 5
+    levels = the_one(bench.publish(0.0 + REFRESH_S, missing=5))
+    assert levels.need_total == 2 + 2
+    assert levels.want_total >= 2 + 5
+
+
+def test_a_need_that_is_over_is_taken_back_at_the_next_look() -> None:
+    bench = Bench(prefix=2)
+    bench.use(7)
+    bench.publish(0.0, missing=9)
+    assert bench.admission.needs_more
+    bench.publish(0.01)
+    assert not bench.admission.needs_no_longer(0.02)
+    assert bench.admission.needs_no_longer(REFRESH_S)
+    assert the_one(bench.publish(REFRESH_S)).need_total == 0
+    assert not bench.admission.needs_no_longer(9.0)
 
 
 def test_a_low_watermark_is_a_want_and_brings_an_eighth_more() -> None:
@@ -142,10 +156,13 @@ def test_granted_extents_are_handed_out_and_their_latency_remembered() -> None:
     bench = Bench()
     bench.use(3)
     bench.publish(1.0, missing=4)
-    bench.port.give(Resident(((1, 2), (5, 1))))
-    assert bench.admission.drain(1.5) == 3 * WHOLE
+    bench.port.give(Resident(((1, 2), (5, 1)), 0.5))
+    assert bench.admission.drain(9.0) == 3 * WHOLE
     assert bench.pool.resident == 4
-    assert bench.admission.growth_latency_s == pytest.approx(0.5)
+    assert bench.admission.growth_latency_s == pytest.approx(0.5), "waiting for it is no part"
+    bench.port.give(Resident(((3, 1),), 0.1))
+    assert bench.admission.drain(9.1) == WHOLE
+    assert 0.1 < bench.admission.growth_latency_s < 0.5
     assert bench.admission.drain(1.6) == 0
 
 

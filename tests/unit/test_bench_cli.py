@@ -83,7 +83,7 @@ def test_static_is_stock_vllm_with_an_even_share() -> None:
     made = launches(SETUP, "static", "/run/x")
     assert [launch.spec.name for launch in made] == ["static-a", "static-b"]
     for launch in made:
-        assert launch.environment["VLLM_PLUGINS"] == ""
+        assert launch.environment["VLLM_PLUGINS"] == "kvadmit_bench_short_waits"
         assert launch.spec.engine_args["kv_cache_memory_bytes"] == 16 << 20
         assert "additional_config" not in launch.spec.engine_args
     assert share_bytes(SETUP) * SETUP.tp * SETUP.shape.instances == SETUP.pool_bytes

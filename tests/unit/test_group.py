@@ -409,7 +409,7 @@ def test_one_growth_over_two_ranks() -> None:
     assert effects == [
         StopTimer("answer:2"),
         Observe("grow_latency_s", 0.5),
-        GivePool(Resident(((1, 2),))),
+        GivePool(Resident(((1, 2),), 0.5)),
         Hold(0.0),
         *e.reported(backed=3, preparing=0),
     ]

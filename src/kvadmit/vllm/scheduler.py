@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from math import ceil, sqrt
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -24,15 +25,15 @@ from kvadmit.vllm.windows import WindowPins, windowed_managers
 
 WAITERS_SEEN = 32
 """How many waiters count for what the pool would like to have."""
-STUCK_LOOK_S = 0.1
-"""How often the need of a waiter that stays refused is counted anew."""
+LOOK_S = 2.0
+"""Levels that ask for what was asked for already are counted anew within this time."""
 PARK_S_MAX = 1.0
 """Bounds the wait should a wake-up ever be lost."""
 IN_PROCESS_WAIT_S = 0.05
-HORIZON_STEPS = (8, 32)
-"""Fewest and most steps that a growth is taken to last when looking ahead."""
-LOOKED_AT = 32
-"""How many running requests stand for all of them when looking ahead."""
+AHEAD_STEPS = 16
+"""Running requests should find the blocks of this many steps free."""
+GROWTH_STEPS = (2, 32)
+"""Fewest and most steps that a growth is taken to last."""
 
 _elastic_classes: dict[type, type] = {}
 
@@ -103,18 +104,17 @@ class ElasticScheduler:
         # What lasts over steps.
         self.kvadmit_held_before = False
         self.kvadmit_horizon = 0
-        self.kvadmit_low = 0
-        self.kvadmit_age = 0
-        """Steps for which horizon and low watermark still hold unless something happens."""
+        """Blocks that running requests take until a growth allowed now is there."""
+        self.kvadmit_look_s = 0.0
         self.kvadmit_tokens_per_step = 1 + getattr(self, "num_spec_tokens", 0)
+        ahead = AHEAD_STEPS * self.kvadmit_tokens_per_step
+        self.kvadmit_ahead = sum(ceil_div(ahead, size) for size, _ in self.kvadmit_groups)
+        """Most blocks that one running request takes within AHEAD_STEPS."""
         self.kvadmit_last_s = 0.0
         self.kvadmit_last_step = 0
         self.kvadmit_mean_blocks = 1.0
         self.kvadmit_head: Any = None
         self.kvadmit_blocks_of_head = 0
-        self.kvadmit_stuck: Any = None
-        """The waiter that was refused last, while its need is posted."""
-        self.kvadmit_stuck_until_s = 0.0
         self.kvadmit_blocked_since: dict[str, float] = {}
         engine.scheduler = self
         self._kvadmit_set_watermark()
@@ -155,8 +155,6 @@ class ElasticScheduler:
         if moved:
             self.kv_cache_manager.block_pool.num_gpu_blocks = admission.pool.blocks
             self._kvadmit_set_watermark()
-            self.kvadmit_age = 0
-            self.kvadmit_stuck = None  # who is refused even now needs more than was posted
         if admission.ceiling < ceiling:
             self._kvadmit_fail_too_large(self.waiting)
         if self.kvadmit_failures.due:
@@ -166,15 +164,16 @@ class ElasticScheduler:
     def _kvadmit_after(self: Any, output: Any, now_s: float) -> None:
         """Give the step its number; publish what it showed if anything may have changed."""
         admission = self.kvadmit
+        tried = self.kvadmit_tried
+        refused = False
+        if tried is not None:
+            del self.kv_cache_manager.coordinator.get_num_blocks_to_allocate
+            refused = self.kvadmit_asked > 0 and tried.status is not RequestStatus.RUNNING
         if output.total_num_scheduled_tokens:
             admission.step += 1
             output.kvadmit_step = admission.step
-            self.kvadmit_age -= 1
-            if self.kvadmit_tried is None and self.kvadmit_age > 0 and not self.kvadmit_missed:
-                queue = admission.pool.queue
-                if queue.num_free_blocks - queue.num_cached_blocks >= self.kvadmit_low:
-                    return
-            if self._kvadmit_still_stuck(now_s):
+            if now_s < self.kvadmit_look_s and self._kvadmit_nothing_new(refused, now_s):
+                admission.no_slot_steps += refused or self.kvadmit_missed
                 return
         output.kvadmit_step = admission.step
         held = self.kvadmit_may_hold is True
@@ -185,36 +184,40 @@ class ElasticScheduler:
         missing = 0
         if self.kvadmit_missed or (running and not output.num_scheduled_tokens):
             missing = self._kvadmit_running_lack(output)
-        if self.kvadmit_tried is not None:
-            missing = max(missing, self._kvadmit_waiter_lack(now_s))
-        if self.kvadmit_age <= 0:
-            self._kvadmit_look_ahead(running, now_s)
-        low = max(self.kvadmit_horizon, admission.pool.extent_blocks) if running else 0
+        if refused:
+            missing = max(missing, self._kvadmit_waiter_lack(tried, now_s))
+        elif self.kvadmit_blocked_since:
+            self.kvadmit_blocked_since.clear()
+        self._kvadmit_look_ahead(running, now_s)
+        low = max(running * self.kvadmit_ahead, admission.pool.extent_blocks) if running else 0
         if waiting and running < self.kvadmit_seats:
             low += self._kvadmit_prompts(min(waiting, self.kvadmit_seats - running))
-        self.kvadmit_low = low
         admission.publish(now_s, running=running, waiting=waiting, missing=missing, low=low)
-        stuck = missing and not held and not self.kvadmit_missed
-        self.kvadmit_stuck = self.kvadmit_tried if stuck else None
-        self.kvadmit_stuck_until_s = now_s + STUCK_LOOK_S
         if missing or held or self.kvadmit_held_before:
             self.kvadmit_held_before = held
             admission.count_step(missed=missing > 0, held=held)
 
-    def _kvadmit_still_stuck(self: Any, now_s: float) -> bool:
-        """Whether this step only refused again the waiter whose need is posted already."""
-        tried = self.kvadmit_tried
-        if (
-            tried is None
-            or tried is not self.kvadmit_stuck
-            or self.kvadmit_missed
-            or now_s >= self.kvadmit_stuck_until_s
-            or tried.status is RequestStatus.RUNNING
-        ):
+    def _kvadmit_nothing_new(self: Any, refused: bool, now_s: float) -> bool:
+        """Whether all that this step shows is known, or asked for already.
+
+        `refused`: the oldest waiter did not find its blocks. Whoever misses some while more is
+        asked for already waits as that need does.
+        """
+        admission = self.kvadmit
+        if self.kvadmit_held_before or self.kvadmit_may_hold:
             return False
-        del self.kv_cache_manager.coordinator.get_num_blocks_to_allocate
-        self.kvadmit.no_slot_steps += 1
-        return True
+        if refused or self.kvadmit_missed:
+            return bool(admission.needs_more)
+        running = len(self.running)
+        if self._inflight_prefills or admission.needs_no_longer(now_s):
+            return False
+        if self.waiting and running < self.kvadmit_seats:
+            return False
+        queue = admission.pool.queue
+        free = queue.num_free_blocks - queue.num_cached_blocks
+        if free < running * self.kvadmit_ahead and not admission.wants_more:
+            return False
+        return not admission.could_give(now_s)
 
     def _kvadmit_set_watermark(self: Any) -> None:
         """Keep new admissions from the blocks that running requests take next."""
@@ -267,7 +270,7 @@ class ElasticScheduler:
 
     def _kvadmit_decide_hold(self: Any) -> bool:
         """Decide once a step: after the first preemption holding helps nobody."""
-        if self.kvadmit_may_hold is not None:
+        if self.kvadmit_may_hold is not None or not self.kvadmit.bytes_coming:
             return False
         began_ns = time.monotonic_ns()
         hold: bool = self.kvadmit.may_hold(began_ns / 1e9)
@@ -297,14 +300,9 @@ class ElasticScheduler:
         needed -= self.kvadmit.pool.queue.num_free_blocks
         return int(max(0, needed))
 
-    def _kvadmit_waiter_lack(self: Any, now_s: float) -> int:
+    def _kvadmit_waiter_lack(self: Any, request: Any, now_s: float) -> int:
         """Return how many blocks the oldest waiter lacks; fail it when it waits in vain."""
-        request, asked = self.kvadmit_tried, self.kvadmit_asked
-        del self.kv_cache_manager.coordinator.get_num_blocks_to_allocate
-        if request.status is RequestStatus.RUNNING or not asked:
-            if self.kvadmit_blocked_since:
-                self.kvadmit_blocked_since.clear()
-            return 0
+        asked = self.kvadmit_asked
         if asked > len(self.kv_cache_manager.block_pool.blocks):
             return 0  # vLLM's word for "not now", without a number
         admission = self.kvadmit
@@ -392,33 +390,25 @@ class ElasticScheduler:
         return int(self.kvadmit_blocks_of_head)
 
     def _kvadmit_look_ahead(self: Any, running: int, now_s: float) -> None:
-        """Set the blocks that running requests take until a growth asked for now is there.
+        """Set the blocks that are kept from new admissions.
 
-        Counted from at most LOOKED_AT requests, once in that time, and only while the free
-        blocks would not cover every one of them crossing a block boundary.
+        Those that running requests take while a growth lasts (the mean, and twice its root
+        for the spread), and those that prompts under way still need.
         """
+        self.kvadmit_look_s = now_s + LOOK_S
         passed = self.kvadmit.step - self.kvadmit_last_step
         step_s = (now_s - self.kvadmit_last_s) / passed if passed else 1.0
         self.kvadmit_last_s, self.kvadmit_last_step = now_s, self.kvadmit.step
-        steps = round(self.kvadmit.growth_latency_s / max(step_s, 1e-4))
-        steps = min(max(steps, HORIZON_STEPS[0]), HORIZON_STEPS[1])
-        self.kvadmit_age = HORIZON_STEPS[0] if self.kvadmit.pressed else steps
-        tokens = 2 * steps * self.kvadmit_tokens_per_step
-        size, groups = self.kvadmit_block_size, len(self.kvadmit_groups)
-        prefill = 0
+        steps = ceil(self.kvadmit.growth_latency_s / max(step_s, 1e-4))
+        steps = min(max(steps, GROWTH_STEPS[0]), GROWTH_STEPS[1])
+        size = self.kvadmit_block_size
+        tokens = steps * self.kvadmit_tokens_per_step
+        mean = running * tokens / size
+        horizon = min(ceil(mean + 2 * sqrt(mean)), running * ceil_div(tokens, size))
         for request in self._inflight_prefills:
-            prefill += max(0, request.num_prompt_tokens - request.num_computed_tokens)
-        crossing = running * ceil_div(tokens, size)
-        queue = self.kvadmit.pool.queue
-        free = queue.num_free_blocks - queue.num_cached_blocks
-        last = size - tokens
-        if free >= 2 * (crossing + ceil_div(prefill, size)) * groups:
-            crossing = ceil_div(running * tokens, size)
-        elif last > 0 and running:
-            seen = self.running[:: ceil_div(running, LOOKED_AT)]
-            near = sum([request.num_computed_tokens % size >= last for request in seen])
-            crossing = ceil_div(near * running, len(seen))
-        horizon = (crossing + ceil_div(prefill, size)) * groups
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            horizon += ceil_div(max(0, left), size)
+        horizon *= len(self.kvadmit_groups)
         if horizon != self.kvadmit_horizon:
             self.kvadmit_horizon = horizon
             self._kvadmit_set_watermark()

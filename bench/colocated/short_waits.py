@@ -1,0 +1,24 @@
+"""vLLM's busy waits, made the shortest sleeps: a plugin of vLLM's, the same for every policy.
+
+Owns: how a process of vLLM's waits for another one's message. Changes no decision.
+
+vLLM's message queues spin on `sched_yield` between any two messages. With more spinning
+processes than cores some kernels then let other processes wait for seconds (observed on Linux
+6.18 with two cores: even kernel threads), and what a run shows is the kernel's luck. The spin
+also keeps the interpreter lock, which a sleep gives up.
+"""
+
+from __future__ import annotations
+
+import time
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`: in every process of an instance."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = _wait
+
+
+def _wait() -> None:
+    time.sleep(0)  # not nothing: some fifty microseconds, by the kernel's timer slack
