@@ -497,8 +497,8 @@ def test_running_requests_keep_their_next_blocks_from_new_admissions() -> None:
     elastic.running += [request(str(number), SIZE - 1) for number in range(6)]
     elastic.kvadmit.pool.queue.popleft_n(8)
     elastic.schedule()
-    # Two steps of six requests are 12 of 32 tokens of a block: 0.375, and twice its root.
-    assert elastic.kv_cache_manager.watermark_blocks == 2
+    # Two steps of six requests are 12 of the 32 tokens of a block.
+    assert elastic.kv_cache_manager.watermark_blocks == 1
     levels = elastic.posted()
     assert levels.want_total >= 4, "seven free, six wanted: content"
     elastic.kvadmit.pool.queue.popleft_n(4)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from math import ceil, sqrt
+from math import ceil
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -392,8 +392,8 @@ class ElasticScheduler:
     def _kvadmit_look_ahead(self: Any, running: int, now_s: float) -> None:
         """Set the blocks that are kept from new admissions.
 
-        Those that running requests take while a growth lasts (the mean, and twice its root
-        for the spread), and those that prompts under way still need.
+        Those that running requests take on average while a growth lasts, and those that
+        prompts under way still need.
         """
         self.kvadmit_look_s = now_s + LOOK_S
         passed = self.kvadmit.step - self.kvadmit_last_step
@@ -402,9 +402,7 @@ class ElasticScheduler:
         steps = ceil(self.kvadmit.growth_latency_s / max(step_s, 1e-4))
         steps = min(max(steps, GROWTH_STEPS[0]), GROWTH_STEPS[1])
         size = self.kvadmit_block_size
-        tokens = steps * self.kvadmit_tokens_per_step
-        mean = running * tokens / size
-        horizon = min(ceil(mean + 2 * sqrt(mean)), running * ceil_div(tokens, size))
+        horizon = ceil_div(running * steps * self.kvadmit_tokens_per_step, size)
         for request in self._inflight_prefills:
             left = request.num_prompt_tokens - request.num_computed_tokens
             horizon += ceil_div(max(0, left), size)
