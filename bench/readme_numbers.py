@@ -26,11 +26,12 @@ from bench.colocated.figures import (
     total,
     worst,
 )
-from bench.colocated.statistics import median
+from bench.colocated.statistics import median, paired_ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
+DELAYS_MS = (0, 50, 500)
 NOTHING = "-"
 
 
@@ -64,6 +65,10 @@ def numbers() -> str:
     ):
         result = load(name)
         parts.append(f"**{heading}**, {described(result)}\n\n{comparison(result)}")
+    parts.append(
+        "**Workers that answer every growth order late**, and one-block requests that need no "
+        f"growth beside the bursts, {described(load(delayed(DELAYS_MS[-1])))}\n\n{delays()}"
+    )
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
@@ -115,6 +120,49 @@ def comparison(result: Json) -> str:
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def delayed(delay_ms: int) -> str:
+    """Return the name of the result with workers that are `delay_ms` late."""
+    return f"contention-delay-{delay_ms}"
+
+
+def delays() -> str:
+    """Return the table of late workers: a row per policy and delay."""
+    results = {delay: load(delayed(delay))["runs"] for delay in DELAYS_MS}
+    rows = [
+        "| policy | late by | runs | scheduler wait max | growth latency p50 | output tok/s "
+        "| time per token of requests without growth, over no delay |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    probe = worst("probe_tpot_s", "mean")
+    for policy in sorted(policies_of(results[DELAYS_MS[0]]), reverse=True):
+        for delay, runs in results.items():
+            mine = [run for run in runs if run["policy"] == policy]
+            undelayed = by_repeat(results[0], policy, probe)
+            ratio = paired_ratio(by_repeat(runs, policy, probe), undelayed)
+            cells = [
+                policy,
+                f"{delay} ms",
+                str(len(mine)),
+                show(scaled(middle(mine, worst("scheduler_wait_us", "max")), 1e-3), "{:,.2f} ms"),
+                show(scaled(middle(mine, worst("grow_latency_s", "p50")), 1e3), "{:,.1f} ms"),
+                show(middle(mine, own("output_tokens_per_s")), "{:,.0f}"),
+                "1" if delay == DELAYS_MS[0] else str(ratio or NOTHING),
+            ]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def by_repeat(runs: list[Json], policy: str, figure: Figure) -> dict[int, float]:
+    """Return the figure of a policy's runs by repeat."""
+    found = {run["repeat"]: figure(run) for run in runs if run["policy"] == policy}
+    return {repeat: value for repeat, value in found.items() if value is not None}
+
+
+def scaled(value: float | None, factor: float) -> float | None:
+    """Return `value` in another unit, None as it is."""
+    return None if value is None else value * factor
 
 
 def middle(runs: list[Json], figure: Figure) -> float | None:

@@ -104,10 +104,9 @@ class Admission(Generic[B]):
         self._running = 0
         self._waiting = 0
         self._missing = 0
-        self._lack = 0
-        """Uncached blocks short of the low watermark; negative: above it."""
+        self._low = 0
         self._lack_seen = 0
-        """The highest since the last look."""
+        """Most uncached blocks short of the low watermark since the last look."""
         self._posted = PoolLevels(resident=0)
         self._posted_s = 0.0
         self.look_s = 0.0
@@ -152,7 +151,6 @@ class Admission(Generic[B]):
         if not taken:
             return 0
         moved = len(taken) * self.pool.extent_blocks
-        self._lack += moved
         # The lower level first, so that what is returned does not look like a lack of it.
         self.flush(now_s)
         self._port.post(PoolReturned(to_runs(taken), self.step))
@@ -246,10 +244,9 @@ class Admission(Generic[B]):
         blocks that there should be, so that running requests and the next waiters find
         theirs. Cached blocks count as used here: the cache grows before it is evicted.
         """
-        queue = self.pool.queue
-        lack = low - queue.num_free_blocks + queue.num_cached_blocks
         posted = self._posted
-        self._lack, self._missing = lack, missing
+        self._low, self._missing = low, missing
+        lack = self._lack()
         self._running, self._waiting = running, waiting
         if (
             (missing > 0 and posted.need_total <= self.pool.resident < self.ceiling)
@@ -262,6 +259,15 @@ class Admission(Generic[B]):
             self._lack_seen = lack
         if now_s >= self.look_s:
             self._look(now_s)
+
+    def content(self) -> None:
+        """Take note of a step that missed no block, without looking at anything else."""
+        self._missing = 0
+
+    def _lack(self) -> int:
+        """Return the uncached blocks short of the low watermark; negative: above it."""
+        queue = self.pool.queue
+        return self._low - queue.num_free_blocks + queue.num_cached_blocks
 
     def count_step(self, *, missed: bool, held: bool) -> None:
         """Count a scheduled step: `missed` some slots, `held` a running request."""
@@ -290,7 +296,7 @@ class Admission(Generic[B]):
         need = want = 0
         if self._running or self._waiting:
             missing = self._missing
-            lack = max(self._lack, self._lack_seen)
+            lack = max(self._lack(), self._lack_seen)
             if missing > 0:
                 need = min(resident + ceil_div(missing, whole), ceiling)
             if lack > 0:

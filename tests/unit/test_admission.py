@@ -179,6 +179,19 @@ def test_a_lowered_limit_takes_extents_back_behind_the_last_step() -> None:
     assert not bench.admission.over_limit
 
 
+def test_levels_beside_a_withdrawal_tell_of_now_not_of_the_last_step_that_was_looked_at() -> None:
+    bench = Bench(prefix=8)
+    taken = bench.use(8 * WHOLE - 1)
+    assert the_one(bench.publish(0.0, missing=9, low=9)).need_total > 8
+    bench.pool.queue.prepend_n(taken)
+    bench.admission.content()
+    bench.port.give(Limit(7))
+    bench.admission.drain(0.1)
+    levels = bench.port.collect()[0]
+    assert (levels.resident, levels.need_total) == (7, 0)
+    assert levels.want_total <= 7
+
+
 def test_a_limit_goes_on_as_extents_come_free() -> None:
     bench = Bench(prefix=4)
     taken = bench.use(4 * WHOLE - 1)

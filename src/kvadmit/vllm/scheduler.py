@@ -208,6 +208,7 @@ class ElasticScheduler:
             return False
         if refused or self.kvadmit_missed:
             return bool(admission.needs_more)
+        admission.content()
         running = len(self.running)
         if self._inflight_prefills or admission.needs_no_longer(now_s):
             return False
