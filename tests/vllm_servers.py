@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.colocated.policies import PLUGIN_PATHS
 from openai import OpenAI
 
 from vllm_engines import BLOCK_TOKENS, START_WAIT_S, STOP_WAIT_S
@@ -100,7 +101,9 @@ def _title(pid: int) -> str:
 class Server:
     """One `vllm serve`. `flags`: what follows the model; `core`: where its worker computes.
 
-    Left to itself every vLLM on a machine of two cores computes on the first.
+    Left to itself every vLLM on a machine of two cores computes on the first. Its processes
+    wait for each other by short sleeps, as in the bench: with more spinning processes than cores
+    some kernels let everybody else wait for seconds, and a test would show that.
     """
 
     def __init__(self, model: Path, flags: Sequence[str], *, core: int) -> None:
@@ -120,7 +123,13 @@ class Server:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env=os.environ | {"KVADMIT_CHECK": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core)},
+            env=os.environ
+            | {
+                "KVADMIT_CHECK": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": str(core),
+                "VLLM_PLUGINS": "kvadmit,kvadmit_bench_short_waits",
+                "PYTHONPATH": os.pathsep.join(PLUGIN_PATHS),
+            },
         )
         self.client = OpenAI(
             base_url=f"http://127.0.0.1:{self.port}/v1",

@@ -26,6 +26,8 @@ Policy = Literal["static", "sync", "event"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 ROOT = Path(__file__).resolve().parents[2]
+PLUGIN_PATHS = (str(ROOT), str(ROOT / "bench" / "colocated" / "plugins"))
+"""What a process of vLLM's needs on its path to find the bench's plugins."""
 PLUGINS = {
     "static": "kvadmit_bench_short_waits",
     "sync": "kvadmit_bench_short_waits,kvadmit_bench_sync",
@@ -105,7 +107,6 @@ def _memory(setup: Setup, policy: str, name: str, run_dir: str) -> dict[str, Any
 
 def _environment(setup: Setup, policy: str) -> dict[str, str]:
     environment = dict(os.environ)
-    paths = [str(ROOT), str(Path(__file__).parent / "plugins")]
     environment.update(
         VLLM_PLUGINS=PLUGINS[policy],
         VLLM_LOGGING_LEVEL="WARNING",
@@ -116,7 +117,7 @@ def _environment(setup: Setup, policy: str) -> dict[str, str]:
         # cores measure each other's barriers. The same for every policy.
         OMP_NUM_THREADS="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
-        PYTHONPATH=os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        PYTHONPATH=os.pathsep.join([*PLUGIN_PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]),
     )
     environment[delay.VARIABLE] = str(setup.worker_delay_ms)
     return environment

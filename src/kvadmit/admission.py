@@ -6,7 +6,8 @@ Runs on the scheduler thread only; nothing here waits.
 
 One step: `drain` applies the coordinator's orders -> the scheduler schedules -> `publish`
 turns what it saw into levels. Levels are posted at once when they ask for something new, and
-otherwise looked at every REFRESH_S, because a post wakes another thread.
+otherwise looked at every REFRESH_S, because a post wakes another thread. A step that shows
+nothing new need not publish: `content`, `needs_more` and their like tell, at next to no cost.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class Admission(Generic[B]):
         return (
             self._port.pressure
             and now_s >= self.look_s
-            and self.pool.about_whole > posted.free + posted.cached
+            and self.pool.queue.about_whole > posted.free + posted.cached
         )
 
     @property

@@ -234,7 +234,7 @@ class ElasticQueue(Generic[B]):
 
     @property
     def about_whole(self) -> int:
-        """Wholly free extents as of the last hand-out; exact counts cost more."""
+        """Wholly free extents, pinned or not, as of the last hand-out; exact counts cost more."""
         return len(self._ranked[_EMPTY]) + len(self._cache_only)
 
     def last_cached(self, extent: int) -> int:
@@ -365,11 +365,6 @@ class ElasticPool(Generic[B]):
     def blocks(self) -> int:
         """Blocks of all resident extents, the null block included."""
         return len(self._resident) * self.extent_blocks
-
-    @property
-    def about_whole(self) -> int:
-        """About how many resident extents are wholly free, pinned or not: for a quick look."""
-        return self.queue.about_whole
 
     def grow(self, extents: Iterable[int]) -> int:
         """Make the blocks of `extents` free; returns how many blocks were added."""

@@ -36,9 +36,9 @@ def is_stopped(pid: int) -> bool:
 def never_preempt_others() -> None:
     """Have the calling thread wait for a free core or its turn whenever something wakes it.
 
-    Waking a thread costs the waker a few microseconds, but about a millisecond when the kernel
-    then runs the woken one at once in the waker's place. A thread under SCHED_BATCH gets the
-    same share of time and never does that. Where the kernel refuses, nothing changes.
+    Waking a thread is cheap for the waker, unless the kernel runs the woken one at once in the
+    waker's place. A thread under SCHED_BATCH gets the same share of time and never does that
+    (sched(7)). Where the kernel refuses, nothing changes.
     """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -107,8 +107,7 @@ def test_memory_follows_the_load(pair: Pair) -> None:
         load.finish()
         after = held_bytes(pair.run_dir)
         seen = f"turn {turn}: {before} -> {after}\n{command_line_status(pair.run_dir)}"
-        # More than an even split would give it; how much more is a matter of timing.
-        assert after[busy] > POOL // 2, seen
+        assert after[busy] >= 10 * MIB, seen
         assert after[busy] >= before[busy] + 4 * MIB, seen
         assert sum(after.values()) <= POOL, seen
         if turn > 0:
