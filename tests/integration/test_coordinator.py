@@ -98,6 +98,7 @@ def test_a_rank_that_ends_before_all_are_ready_ends_the_wait(run_dir: Path) -> N
     try:
         engine.greet()
         engine.add_rank(0)
+        wait_until(lambda: engine.group["joined"] == [0], "rank 0 is here")
         engine.ranks[0].agent.stop()
         with pytest.raises(PeerLostError, match="rank 0 closed its lease line"):
             engine.coordinator.wait_ready()
