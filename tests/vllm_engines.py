@@ -17,12 +17,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.colocated.policies import PLUGIN_PATHS
+
 from kvadmit.testing.tiny_model import TinyModel, make_model
 
 START_WAIT_S = 180.0
 ANSWER_WAIT_S = 120.0
 STOP_WAIT_S = 60.0
 BLOCK_TOKENS = 32
+SHORT_WAITS = {
+    "VLLM_PLUGINS": "kvadmit,kvadmit_bench_short_waits",
+    "PYTHONPATH": os.pathsep.join(PLUGIN_PATHS),
+}
+"""Environment in which an engine's processes wait for each other as in the bench: with more
+spinning processes than cores some kernels let everybody else wait for seconds."""
 CHILD = Path(__file__).parent / "vllm" / "engine_child.py"
 
 DENSE = TinyModel()

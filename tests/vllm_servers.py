@@ -19,10 +19,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench.colocated.policies import PLUGIN_PATHS
 from openai import OpenAI
 
-from vllm_engines import BLOCK_TOKENS, START_WAIT_S, STOP_WAIT_S
+from vllm_engines import BLOCK_TOKENS, SHORT_WAITS, START_WAIT_S, STOP_WAIT_S
 
 REQUEST_WAIT_S = 120.0
 VLLM = Path(sys.executable).parent / "vllm"
@@ -101,9 +100,7 @@ def _title(pid: int) -> str:
 class Server:
     """One `vllm serve`. `flags`: what follows the model; `core`: where its worker computes.
 
-    Left to itself every vLLM on a machine of two cores computes on the first. Its processes
-    wait for each other by short sleeps, as in the bench: with more spinning processes than cores
-    some kernels let everybody else wait for seconds, and a test would show that.
+    Left to itself every vLLM on a machine of two cores computes on the first.
     """
 
     def __init__(self, model: Path, flags: Sequence[str], *, core: int) -> None:
@@ -127,9 +124,8 @@ class Server:
             | {
                 "KVADMIT_CHECK": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": str(core),
-                "VLLM_PLUGINS": "kvadmit,kvadmit_bench_short_waits",
-                "PYTHONPATH": os.pathsep.join(PLUGIN_PATHS),
-            },
+            }
+            | SHORT_WAITS,
         )
         self.client = OpenAI(
             base_url=f"http://127.0.0.1:{self.port}/v1",

@@ -5,18 +5,22 @@ Owns: how a process of vLLM's waits for another one's message. Changes no decisi
 vLLM's message queues spin on `sched_yield` between any two messages. With more spinning
 processes than cores some kernels then let other processes wait for seconds (observed on Linux
 6.18 with two cores: even kernel threads), and what a run shows is the kernel's luck. The spin
-also keeps the interpreter lock, which a sleep gives up.
+also keeps the interpreter lock, which a sleep gives up. And who wakes to look, ten thousand
+times a second, must not push a scheduler's thread off its core each time.
 """
 
 from __future__ import annotations
 
 import time
 
+from kvadmit.processes import never_preempt_others
+
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`: in every process of an instance."""
     from vllm.distributed.device_communicators import shm_broadcast
 
+    never_preempt_others()
     shm_broadcast.sched_yield = _wait
 
 

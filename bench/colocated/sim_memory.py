@@ -175,7 +175,7 @@ class EventMemory(FixedMemory):
     def wait(self, wake: threading.Event) -> None:
         """Sleep until a request or an order comes; orders are applied while idle."""
         self._admission.flush(time.monotonic())
-        if not self._admission.has_orders:
+        if not self._admission.orders:
             wake.wait(PARK_S)
         self._admission.drain_idle(time.monotonic())
 

@@ -7,7 +7,7 @@ Runs on the scheduler thread only; nothing here waits.
 One step: `drain` applies the coordinator's orders -> the scheduler schedules -> `publish`
 turns what it saw into levels. Levels are posted at once when they ask for something new, and
 otherwise looked at every REFRESH_S, because a post wakes another thread. A step that shows
-nothing new need not publish: `content`, `needs_more` and their like tell, at next to no cost.
+nothing new need not publish: `needs_more` and its like are plain attributes that tell.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ HELD_STEPS_MAX = 2
 """Most steps in a row in which a running request is held instead of preempted."""
 REFRESH_S = 0.050
 """Levels that ask for nothing new are posted within this time while others wait."""
-REFRESH_SLOW_S = 0.500
-"""The same while nobody could use the news."""
+REFRESH_SLOW_S = 2.0
+"""Levels that nobody could use, and needs that are about as posted, are posted within this."""
 LATENCY_S = 0.020
 """Growth latency assumed before the first growth was seen."""
 LATENCY_DECAY = 0.9
@@ -41,6 +41,8 @@ class WaitHistogram:
 
     Adding is a few shifts, no search; a quantile is right to within 13 %.
     """
+
+    __slots__ = ("_counts", "max_ns")
 
     def __init__(self) -> None:
         self._counts = [0] * (8 * 64)
@@ -83,7 +85,41 @@ class WaitHistogram:
 
 
 class Admission(Generic[B]):
-    """One instance's pool and its port, driven step by step."""
+    """One instance's pool and its port, driven step by step.
+
+    Has slots, as all that a step reads: after a model step nothing is in the CPU's caches, and
+    each attribute of a plain object is several misses.
+    """
+
+    __slots__ = (
+        "_held_in_a_row",
+        "_lack_seen",
+        "_latency_s",
+        "_limit",
+        "_low",
+        "_port",
+        "_posted",
+        "_posted_s",
+        "_running",
+        "_waiting",
+        "_whole",
+        "behind",
+        "ceiling",
+        "given",
+        "held_steps",
+        "look_s",
+        "missing",
+        "needs_more",
+        "needs_posted",
+        "no_slot_steps",
+        "orders",
+        "pool",
+        "posts",
+        "step",
+        "wait",
+        "wait_moving",
+        "wants_more",
+    )
 
     def __init__(self, pool: ElasticPool[B], port: PoolPort, *, ceiling: int) -> None:
         """`ceiling`: most extents this instance can get, until the coordinator says otherwise."""
@@ -100,11 +136,14 @@ class Admission(Generic[B]):
         self.wait_moving = WaitHistogram()
         """The same of steps that moved some."""
         self._port = port
+        self.orders = port.orders
+        """The coordinator's orders that `drain` has not applied: to look whether there is any."""
         self._whole = pool.extent_blocks
         self._limit = pool.extents
         self._running = 0
         self._waiting = 0
-        self._missing = 0
+        self.missing = 0
+        """Blocks that running requests or the oldest waiter missed in the last step."""
         self._low = 0
         self._lack_seen = 0
         """Most uncached blocks short of the low watermark since the last look."""
@@ -114,16 +153,21 @@ class Admission(Generic[B]):
         """When levels that ask for nothing new are next looked at."""
         self._latency_s = LATENCY_S
         self._held_in_a_row = 0
+        self.behind = False
+        """More extents are resident than the coordinator allows: the next step goes on."""
+        self.needs_posted = False
+        """A need was posted: to be taken back once nobody has it any more."""
+        self.given = 0
+        """Wholly free extents as posted last."""
+        self.needs_more = self.wants_more = False
+        self._compare()
 
     # --- before a step ---
 
     def drain(self, now_s: float) -> int:
-        """Apply the coordinator's orders; returns how many blocks moved, in either direction.
-
-        Costs two comparisons when there is nothing to do.
-        """
+        """Apply the coordinator's orders; returns how many blocks moved, in either direction."""
         moved = 0
-        if self._port.pending:
+        if self.orders:
             for order in self._port.take():
                 match order:
                     case Resident():
@@ -135,6 +179,8 @@ class Admission(Generic[B]):
                         self.ceiling = order.extents
         if self.pool.resident > self._limit:
             moved += self._withdraw(now_s)
+        self.behind = self.pool.resident > self._limit
+        self._compare()
         return moved
 
     def drain_idle(self, now_s: float) -> int:
@@ -173,38 +219,13 @@ class Admission(Generic[B]):
         """
         return self._latency_s
 
-    @property
-    def has_orders(self) -> bool:
-        """Whether the coordinator gave an order that `drain` has not applied."""
-        return self._port.pending
-
-    def needs_no_longer(self, now_s: float) -> bool:
-        """Whether a need that was posted is due to be taken back, if nobody has it any more."""
-        return self._posted.need_total > 0 and now_s >= self.look_s
-
-    @property
-    def needs_more(self) -> bool:
-        """Whether more extents are needed than resident, and posted as such if there can be."""
-        return self._posted.need_total > self.pool.resident or self.pool.resident >= self.ceiling
-
-    @property
-    def wants_more(self) -> bool:
-        """Whether the last levels posted want more than is resident, or nothing more can be."""
-        return self._posted.want_total > self.pool.resident or self.pool.resident >= self.ceiling
-
     def could_give(self, now_s: float) -> bool:
         """Whether more could be given up, while somebody waits, than was posted."""
-        posted = self._posted
         return (
             self._port.pressure
             and now_s >= self.look_s
-            and self.pool.queue.about_whole > posted.free + posted.cached
+            and self.pool.queue.about_whole > self.given
         )
-
-    @property
-    def over_limit(self) -> bool:
-        """Whether more extents are resident than the coordinator allows."""
-        return self.pool.resident > self._limit
 
     @property
     def bytes_coming(self) -> bool:
@@ -246,7 +267,7 @@ class Admission(Generic[B]):
         theirs. Cached blocks count as used here: the cache grows before it is evicted.
         """
         posted = self._posted
-        self._low, self._missing = low, missing
+        self._low, self.missing = low, missing
         lack = self._lack()
         self._running, self._waiting = running, waiting
         if (
@@ -261,14 +282,10 @@ class Admission(Generic[B]):
         if now_s >= self.look_s:
             self._look(now_s)
 
-    def content(self) -> None:
-        """Take note of a step that missed no block, without looking at anything else."""
-        self._missing = 0
-
     def _lack(self) -> int:
         """Return the uncached blocks short of the low watermark; negative: above it."""
         queue = self.pool.queue
-        return self._low - queue.num_free_blocks + queue.num_cached_blocks
+        return self._low - queue.num_free_blocks + len(queue.cached)
 
     def count_step(self, *, missed: bool, held: bool) -> None:
         """Count a scheduled step: `missed` some slots, `held` a running request."""
@@ -296,7 +313,7 @@ class Admission(Generic[B]):
         resident, whole, ceiling = holdings.resident, self._whole, self.ceiling
         need = want = 0
         if self._running or self._waiting:
-            missing = self._missing
+            missing = self.missing
             lack = max(self._lack(), self._lack_seen)
             if missing > 0:
                 need = min(resident + ceil_div(missing, whole), ceiling)
@@ -322,7 +339,7 @@ class Admission(Generic[B]):
         that waits itself: nothing is taken from it.
         """
         posted = self._posted
-        if levels.need_total != posted.need_total:
+        if self._needs_otherwise(levels):
             return True
         if (self._port.pressure and not levels.need_total) or now_s - self._posted_s > (
             REFRESH_SLOW_S
@@ -332,12 +349,33 @@ class Admission(Generic[B]):
         want = max(levels.want_total, levels.resident) - max(posted.want_total, posted.resident)
         return abs(want) * AHEAD_SHARE > levels.resident
 
+    def _needs_otherwise(self, levels: PoolLevels) -> bool:
+        """Whether the need is there, or gone, or off by a factor of two."""
+        need, posted = levels.need_total, self._posted.need_total
+        if need == posted:
+            return False
+        missing, asked = need - levels.resident, posted - levels.resident
+        return not need or not posted or missing >= 2 * asked or 2 * missing <= asked
+
     def _post(self, levels: PoolLevels, now_s: float) -> None:
         self._posted = levels
         self._posted_s = now_s
         self.look_s = now_s + REFRESH_S
         self.posts += 1
+        self.given = levels.free + levels.cached
+        self.needs_posted = levels.need_total > 0
+        self._compare()
         self._port.post(levels)
+
+    def _compare(self) -> None:
+        """Tell whether what was posted asks for more than is resident, or no more can be.
+
+        `needs_more` and `wants_more` say so to a step that misses blocks: it is no news.
+        """
+        resident = self.pool.resident
+        full = resident >= self.ceiling
+        self.needs_more = full or self._posted.need_total > resident
+        self.wants_more = full or self._posted.want_total > resident
 
     # --- looking at it ---
 

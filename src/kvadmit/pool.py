@@ -54,6 +54,24 @@ class ElasticQueue(Generic[B]):
     extents is brought up to date when a block is next taken or counts are read.
     """
 
+    __slots__ = (
+        "_blocks",
+        "_cache_only",
+        "_changed",
+        "_choose_again",
+        "_clock",
+        "_current",
+        "_free",
+        "_rank",
+        "_ranked",
+        "_stamp",
+        "_uncached",
+        "cached",
+        "extent_blocks",
+        "extents",
+        "num_free_blocks",
+    )
+
     def __init__(self, blocks: Sequence[B], extent_blocks: int) -> None:
         """Start with no free block. `blocks`: every block there can ever be, by number."""
         if len(blocks) % extent_blocks:
@@ -64,7 +82,8 @@ class ElasticQueue(Generic[B]):
         self.extent_blocks = extent_blocks
         self.extents = len(blocks) // extent_blocks
         self._blocks = blocks
-        self._cached: OrderedDict[int, B] = OrderedDict()
+        self.cached: OrderedDict[int, B] = OrderedDict()
+        """Free blocks that still hold a reusable prefix. To be looked at, not changed."""
         self._uncached: list[list[B]] = [[] for _ in range(self.extents)]
         self._free = [0] * self.extents
         """Free blocks of the extent, cached ones included."""
@@ -93,7 +112,7 @@ class ElasticQueue(Generic[B]):
         """Take `n` blocks. Raises ValueError, changing nothing, when fewer are free."""
         if n > self.num_free_blocks:
             raise ValueError(f"cannot take {n} blocks, {self.num_free_blocks} are free")
-        uncached = min(n, self.num_free_blocks - len(self._cached))
+        uncached = min(n, self.num_free_blocks - len(self.cached))
         self.num_free_blocks -= n
         taken: list[B] = []
         while len(taken) < uncached:
@@ -116,7 +135,7 @@ class ElasticQueue(Generic[B]):
 
     def _pop_cached(self, n: int, taken: list[B]) -> None:
         extent_blocks, free, changed = self.extent_blocks, self._free, self._changed
-        pop = self._cached.popitem
+        pop = self.cached.popitem
         for _ in range(n):
             block_id, block = pop(False)
             extent = block_id // extent_blocks
@@ -128,7 +147,7 @@ class ElasticQueue(Generic[B]):
         """Take this very block (a prefix hit). Raises RuntimeError when it is not free."""
         block_id = block.block_id
         extent = block_id // self.extent_blocks
-        if self._cached.pop(block_id, None) is None:
+        if self.cached.pop(block_id, None) is None:
             stack = self._uncached[extent]
             for index, candidate in enumerate(stack):
                 if candidate.block_id == block_id:
@@ -147,7 +166,7 @@ class ElasticQueue(Generic[B]):
     def append_n(self, blocks: Sequence[B]) -> None:
         """Put cached blocks at the end, in order."""
         extent_blocks, free, stamp = self.extent_blocks, self._free, self._stamp
-        cached, note = self._cached, self._changed.add
+        cached, note = self.cached, self._changed.add
         clock = self._clock = self._clock + 1
         for block in blocks:
             block_id = block.block_id
@@ -182,17 +201,12 @@ class ElasticQueue(Generic[B]):
                 if seen:
                     yield block
                 seen = seen or block is cursor
-        for block in list(self._cached.values()):
+        for block in list(self.cached.values()):
             if seen:
                 yield block
             seen = seen or block is cursor
 
     # --- extents ------------------------------------------------------------------------------
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Free blocks that still hold a reusable prefix."""
-        return len(self._cached)
 
     def add_extent(self, extent: int) -> int:
         """Make the blocks of `extent` free; returns how many. They were in no one's hands."""
@@ -213,10 +227,10 @@ class ElasticQueue(Generic[B]):
         if len(stack) < self.extent_blocks:
             first = extent * self.extent_blocks
             for block_id in range(first, first + self.extent_blocks):
-                block = self._cached.get(block_id)
+                block = self.cached.get(block_id)
                 if block is not None:
                     evict(block)
-                    del self._cached[block_id]
+                    del self.cached[block_id]
         stack.clear()
         self._free[extent] = 0
         self._changed.add(extent)
@@ -243,7 +257,7 @@ class ElasticQueue(Generic[B]):
 
     def forget_hashes(self) -> None:
         """Count cached blocks that lost their hash as uncached (the prefix cache was reset)."""
-        lost = [block for block in self._cached.values() if block.block_hash is None]
+        lost = [block for block in self.cached.values() if block.block_hash is None]
         for block in lost:
             self.remove(block)
         self.prepend_n(lost)
@@ -308,12 +322,12 @@ class ElasticQueue(Generic[B]):
         """Recount everything; raises InvariantViolation. For tests and idle time."""
         self._settle()
         cached = [0] * self.extents
-        for block_id in self._cached:
+        for block_id in self.cached:
             cached[block_id // self.extent_blocks] += 1
         for extent in range(self.extents):
             uncached = self._uncached[extent]
             ids = {block.block_id for block in uncached}
-            if len(ids) != len(uncached) or not ids.isdisjoint(self._cached):
+            if len(ids) != len(uncached) or not ids.isdisjoint(self.cached):
                 raise InvariantViolation("a block is free once", f"extent {extent}: {sorted(ids)}")
             if self._free[extent] != len(uncached) + cached[extent]:
                 raise InvariantViolation(

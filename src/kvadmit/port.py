@@ -73,25 +73,26 @@ class PoolPort:
     """One instance's port. `take` and `post` belong to the scheduler thread, the rest to
     the coordinator thread.
 
-    `hold_until_s` (monotonic seconds, written by the coordinator, read by the scheduler):
-    until then granted bytes are on their way and a running request is better held than
-    preempted; 0 when nothing is on its way. `pressure` (same direction): another instance
-    waits for memory, so what the pool could give up is worth a message.
+    `orders`: what `take` would return; to be looked at, not changed. `hold_until_s` (monotonic
+    seconds, written by the coordinator, read by the scheduler): until then granted bytes are on
+    their way and a running request is better held than preempted; 0 when nothing is. `pressure`
+    (same direction): another instance waits for memory, so what the pool could give up is worth
+    a message.
     """
 
     __slots__ = (
         "_events",
-        "_orders",
         "_wake_coordinator",
         "_wake_pool",
         "hold_until_s",
+        "orders",
         "pressure",
     )
 
     def __init__(
         self, *, wake_pool: Callable[[], None], wake_coordinator: Callable[[], None]
     ) -> None:
-        self._orders: deque[PoolOrder] = deque()
+        self.orders: deque[PoolOrder] = deque()
         self._events: deque[PoolEvent] = deque()
         self._wake_pool = wake_pool
         self._wake_coordinator = wake_coordinator
@@ -100,16 +101,11 @@ class PoolPort:
 
     # scheduler thread
 
-    @property
-    def pending(self) -> bool:
-        """Whether `take` would return anything."""
-        return bool(self._orders)
-
     def take(self) -> list[PoolOrder]:
         """Return the coordinator's orders since the last call, oldest first."""
         taken: list[PoolOrder] = []
-        while self._orders:
-            taken.append(self._orders.popleft())
+        while self.orders:
+            taken.append(self.orders.popleft())
         return taken
 
     def post(self, event: PoolEvent) -> None:
@@ -121,7 +117,7 @@ class PoolPort:
 
     def give(self, order: PoolOrder) -> None:
         """Hand an order to the pool and wake an idle or parked engine; never blocks."""
-        self._orders.append(order)
+        self.orders.append(order)
         self._wake_pool()
 
     def collect(self) -> list[PoolEvent]:

@@ -85,11 +85,26 @@ def test_a_need_that_is_over_is_taken_back_at_the_next_look() -> None:
     bench.use(7)
     bench.publish(0.0, missing=9)
     assert bench.admission.needs_more
-    bench.publish(0.01)
-    assert not bench.admission.needs_no_longer(0.02)
-    assert bench.admission.needs_no_longer(REFRESH_S)
+    assert bench.publish(0.01) == []
+    assert bench.admission.needs_posted
     assert the_one(bench.publish(REFRESH_S)).need_total == 0
-    assert not bench.admission.needs_no_longer(9.0)
+    assert not bench.admission.needs_more
+
+
+def test_a_need_is_corrected_soon_when_off_by_a_factor_of_two_and_otherwise_late() -> None:
+    bench = Bench(prefix=2)
+    bench.use(7)
+
+    def shown(now_s: float, extents: int) -> list[Any]:
+        return bench.publish(now_s, missing=extents * WHOLE, low=40 * WHOLE)
+
+    assert the_one(shown(0.0, 8)).need_total == 2 + 8
+    assert shown(0.1, 15) == []
+    assert shown(0.2, 5) == []
+    assert the_one(shown(0.3, 4)).need_total == 2 + 4
+    assert the_one(shown(0.4, 8)).need_total == 2 + 8
+    assert shown(0.5, 7) == []
+    assert the_one(shown(0.5 + REFRESH_SLOW_S, 7)).need_total == 2 + 7
 
 
 def test_a_low_watermark_is_a_want_and_brings_an_eighth_more() -> None:
@@ -176,7 +191,7 @@ def test_a_lowered_limit_takes_extents_back_behind_the_last_step() -> None:
     assert levels == the_one([levels])
     assert levels.resident == 5
     assert returned == PoolReturned(((5, 3),), 17)
-    assert not bench.admission.over_limit
+    assert not bench.admission.behind
 
 
 def test_levels_beside_a_withdrawal_tell_of_now_not_of_the_last_step_that_was_looked_at() -> None:
@@ -184,7 +199,7 @@ def test_levels_beside_a_withdrawal_tell_of_now_not_of_the_last_step_that_was_lo
     taken = bench.use(8 * WHOLE - 1)
     assert the_one(bench.publish(0.0, missing=9, low=9)).need_total > 8
     bench.pool.queue.prepend_n(taken)
-    bench.admission.content()
+    bench.admission.missing = 0
     bench.port.give(Limit(7))
     bench.admission.drain(0.1)
     levels = the_one(bench.port.collect()[:1])
@@ -197,7 +212,7 @@ def test_a_limit_goes_on_as_extents_come_free() -> None:
     taken = bench.use(4 * WHOLE - 1)
     bench.port.give(Limit(2))
     assert bench.admission.drain(0.0) == 0
-    assert bench.admission.over_limit
+    assert bench.admission.behind
     bench.pool.queue.prepend_n(taken)
     assert bench.admission.drain(0.1) == 2 * WHOLE
     assert bench.pool.resident == 2

@@ -188,7 +188,7 @@ def test_a_reset_of_the_prefix_cache_makes_cached_blocks_uncached() -> None:
     for block in blocks:
         block.block_hash = None
     pool.queue.forget_hashes()
-    assert pool.queue.num_cached_blocks == 0
+    assert len(pool.queue.cached) == 0
     assert pool.levels().free == 1
     pool.check()
 

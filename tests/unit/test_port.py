@@ -39,7 +39,7 @@ def test_orders_come_out_once_and_in_order_and_wake_the_pool() -> None:
     orders: list[PoolOrder] = [Ceiling(9), Resident(((1, 2),)), Limit(3)]
     for order in orders:
         port.give(order)
-    assert port.pending
+    assert port.orders
     assert (wakes.pool, wakes.coordinator) == (3, 0)
     assert port.take() == orders
     assert port.take() == []
@@ -83,7 +83,7 @@ def test_two_threads_lose_and_double_nothing() -> None:
     done = threading.Event()
 
     def drain() -> None:
-        while not done.is_set() or port.pending:
+        while not done.is_set() or port.orders:
             taken.extend(port.take())
 
     reader = threading.Thread(target=drain)

@@ -236,7 +236,7 @@ def test_a_waiter_that_stays_refused_is_counted_each_step_and_looked_at_now_and_
         elastic.schedule()
     assert not looked, "its need is known"
     assert elastic.kvadmit.no_slot_steps == 5
-    elastic.kvadmit_look_s = 0.0
+    elastic.kvadmit_step.look_ns = 0
     elastic.schedule()
     assert len(looked) == 1
 
@@ -261,7 +261,7 @@ def test_a_step_that_shows_nothing_new_posts_nothing_and_looks_at_nothing(
     elastic.running += [request(str(number)) for number in range(4)]
     elastic.schedule()
     elastic.port.collect()
-    monkeypatch.setattr(elastic.kvadmit, "publish", None)
+    monkeypatch.setattr(elastic, "_kvadmit_after", None)
     for _ in range(20):
         elastic.schedule()
     assert elastic.port.collect() == []
@@ -487,7 +487,7 @@ def test_orders_reach_an_idle_engine() -> None:
 
 def test_a_lost_rank_ends_an_in_process_engine() -> None:
     elastic = Elastic()
-    elastic.engine.lost = "rank 0 closed its lease line"
+    elastic.kvadmit_step.lost = "rank 0 closed its lease line"
     with pytest.raises(RuntimeError, match="kvadmit: rank 0 closed"):
         elastic.schedule()
 

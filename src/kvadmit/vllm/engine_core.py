@@ -102,6 +102,8 @@ class Engine:
     def _lost(self, reason: str) -> None:
         """Coordinator thread: a rank or the coordinator is gone for good."""
         self.lost = reason
+        if self.scheduler is not None:
+            self.scheduler.kvadmit_step.lost = reason
         self.woken.set()
         core = self.core
         if core is not None:

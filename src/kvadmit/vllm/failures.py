@@ -48,15 +48,13 @@ def waited_too_long(
 class Failures:
     """Requests on their way out: found hopeless, then ended, then told."""
 
+    __slots__ = ("_ended", "due")
+
     def __init__(self) -> None:
         """Start with none."""
-        self._due: dict[str, tuple[Any, str]] = {}
+        self.due: dict[str, tuple[Any, str]] = {}
+        """Requests found hopeless and not ended yet, by id. To be looked at, not changed."""
         self._ended: list[tuple[int, EngineCoreOutput]] = []
-
-    @property
-    def due(self) -> bool:
-        """Whether requests are found hopeless and not ended yet."""
-        return bool(self._due)
 
     @property
     def ended(self) -> bool:
@@ -65,12 +63,12 @@ class Failures:
 
     def add(self, request: Any, text: str) -> None:
         """Have `request` fail with `text`."""
-        self._due.setdefault(request.request_id, (request, text))
+        self.due.setdefault(request.request_id, (request, text))
 
     def take_due(self) -> list[Any]:
         """Return the requests to end now; their outputs are ready for `emit`."""
         requests = []
-        for request, text in self._due.values():
+        for request, text in self.due.values():
             requests.append(request)
             if not request.is_finished():
                 output = EngineCoreOutput(
@@ -82,7 +80,7 @@ class Failures:
                     pooling_output=torch.empty(0) if request.pooling_params else None,
                 )
                 self._ended.append((request.client_index, output))
-        self._due.clear()
+        self.due.clear()
         return requests
 
     def emit(self, outputs: dict[int, EngineCoreOutputs]) -> None:

@@ -21,11 +21,12 @@ from kvadmit.pool import ElasticPool
 from kvadmit.units import ceil_div
 from kvadmit.vllm.engine_core import Engine, engine_of
 from kvadmit.vllm.failures import Failures, never_fits, waited_too_long
+from kvadmit.vllm.step_notes import StepNotes
 from kvadmit.vllm.windows import WindowPins, windowed_managers
 
 WAITERS_SEEN = 32
 """How many waiters count for what the pool would like to have."""
-LOOK_S = 0.25
+LOOK_S = 1.0
 """Levels that ask for what was asked for already are counted anew within this time."""
 PARK_S_MAX = 1.0
 """Bounds the wait should a wake-up ever be lost."""
@@ -34,6 +35,8 @@ AHEAD_STEPS = 16
 """Running requests should find the blocks of this many steps free."""
 GROWTH_STEPS = (2, 32)
 """Fewest and most steps that a growth is taken to last."""
+
+RUNNING = RequestStatus.RUNNING
 
 _elastic_classes: dict[type, type] = {}
 
@@ -87,29 +90,24 @@ class ElasticScheduler:
             (manager.block_size, _most_blocks(manager, self.vllm_config))
             for manager in coordinator.single_type_managers
         ]
-        self.kvadmit_seats: int = self.vllm_config.scheduler_config.max_num_seqs
         self.kvadmit_block_size = min(size for size, _ in self.kvadmit_groups)
         self.kvadmit_watermark = self.kv_cache_manager.watermark_blocks / plan.blocks
         self.kvadmit_failures = Failures()
         self.kvadmit_windows = None
         if windowed_managers(self.vllm_config, coordinator):
             self.kvadmit_windows = WindowPins(pool, coordinator, block_pool)
-        # What the present step showed.
-        self.kvadmit_in_step = False
-        self.kvadmit_missed = False
-        self.kvadmit_may_hold: bool | None = None
-        self.kvadmit_tried: Any = None
-        self.kvadmit_asked = 0
-        self.kvadmit_inside_ns = 0
-        # What lasts over steps.
-        self.kvadmit_held_before = False
         self.kvadmit_horizon = 0
         """Blocks that running requests take until a growth allowed now is there."""
-        self.kvadmit_look_s = 0.0
         self.kvadmit_tokens_per_step = 1 + getattr(self, "num_spec_tokens", 0)
         ahead = AHEAD_STEPS * self.kvadmit_tokens_per_step
-        self.kvadmit_ahead = sum(ceil_div(ahead, size) for size, _ in self.kvadmit_groups)
-        """Most blocks that one running request takes within AHEAD_STEPS."""
+        self.kvadmit_step = StepNotes(
+            self.kvadmit,
+            engine.coordinator.port,
+            coordinator,
+            self.kvadmit_failures,
+            ahead=sum(ceil_div(ahead, size) for size, _ in self.kvadmit_groups),
+            seats=self.vllm_config.scheduler_config.max_num_seqs,
+        )
         self.kvadmit_last_s = 0.0
         self.kvadmit_last_step = 0
         self.kvadmit_mean_blocks = 1.0
@@ -117,38 +115,48 @@ class ElasticScheduler:
         self.kvadmit_blocks_of_head = 0
         self.kvadmit_blocked_since: dict[str, float] = {}
         engine.scheduler = self
+        self.kvadmit_step.lost = engine.lost
         self._kvadmit_set_watermark()
         self._kvadmit_hook_managers()
 
     # --- one step -------------------------------------------------------------------------------
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Schedule one step, and do the pool's part before and after."""
+        """Schedule one step, and do the pool's part before and after.
+
+        The fence of what is withdrawn before a step is the last step that could name it.
+        """
         began_ns = time.monotonic_ns()
-        admission = self.kvadmit
-        if self.kvadmit_engine.lost:
-            raise RuntimeError(f"kvadmit: {self.kvadmit_engine.lost}")
+        step: StepNotes = self.kvadmit_step
+        admission = step.admission
         moved = 0
-        if admission.has_orders or admission.over_limit or self.kvadmit_failures.due:
+        if step.orders or admission.behind or step.failing or step.lost:
             moved = self._kvadmit_before(began_ns / 1e9)
-        self.kvadmit_missed = False
-        self.kvadmit_may_hold = None
-        self.kvadmit_tried = None
-        self.kvadmit_inside_ns = 0
-        self.kvadmit_in_step = True
+        if step.showed:
+            step.forget()
+        step.inside = True
         vllm_began_ns = time.monotonic_ns()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         vllm_ended_ns = time.monotonic_ns()
-        self.kvadmit_in_step = False
-        self._kvadmit_after(output, vllm_ended_ns / 1e9)
+        step.inside = False
+        if step.tried is not None:
+            del step.coordinator.get_num_blocks_to_allocate
+            step.refused = step.asked > 0 and step.tried.status is not RUNNING
+        ran = output.total_num_scheduled_tokens > 0
+        admission.step += ran
+        output.kvadmit_step = admission.step
+        if not ran or not self._kvadmit_nothing_new(step, vllm_ended_ns):
+            self._kvadmit_after(output, vllm_ended_ns / 1e9)
         took_ns = vllm_began_ns - began_ns + time.monotonic_ns() - vllm_ended_ns
-        (admission.wait_moving if moved else admission.wait).add(took_ns + self.kvadmit_inside_ns)
+        (admission.wait_moving if moved else admission.wait).add(took_ns + step.inside_ns)
         if not output.total_num_scheduled_tokens and self.kvadmit_engine.core is None:
             self._kvadmit_wait_in_process()
         return output
 
     def _kvadmit_before(self: Any, now_s: float) -> int:
         """Apply orders and end hopeless requests; returns how many blocks moved."""
+        if self.kvadmit_step.lost:
+            raise RuntimeError(f"kvadmit: {self.kvadmit_step.lost}")
         admission = self.kvadmit
         ceiling = admission.ceiling
         moved: int = admission.drain(now_s)
@@ -161,64 +169,52 @@ class ElasticScheduler:
             self._kvadmit_finish_failed()
         return moved
 
+    def _kvadmit_nothing_new(self: Any, step: StepNotes, ended_ns: int) -> bool:
+        """Whether all that this step shows is known, or asked for already.
+
+        Whoever misses blocks while more is asked for already waits as that need does.
+        """
+        if ended_ns >= step.look_ns or step.held_before or step.may_hold:
+            return False
+        admission = step.admission
+        if step.missed or step.refused:
+            admission.no_slot_steps += admission.needs_more
+            return admission.needs_more
+        admission.missing = 0
+        if admission.needs_posted and ended_ns >= admission.look_s * 1e9:
+            return False
+        running = len(self.running)
+        if self._inflight_prefills or (running < step.seats and self.waiting):
+            return False
+        queue = step.queue
+        free = queue.num_free_blocks - len(queue.cached)
+        if free < running * step.ahead and not admission.wants_more:
+            return False
+        return not (step.port.pressure and admission.could_give(ended_ns / 1e9))
+
     def _kvadmit_after(self: Any, output: Any, now_s: float) -> None:
-        """Give the step its number; publish what it showed if anything may have changed."""
-        admission = self.kvadmit
-        tried = self.kvadmit_tried
-        refused = False
-        if tried is not None:
-            del self.kv_cache_manager.coordinator.get_num_blocks_to_allocate
-            refused = self.kvadmit_asked > 0 and tried.status is not RequestStatus.RUNNING
-        if output.total_num_scheduled_tokens:
-            admission.step += 1
-            output.kvadmit_step = admission.step
-            if now_s < self.kvadmit_look_s and self._kvadmit_nothing_new(refused, now_s):
-                admission.no_slot_steps += refused or self.kvadmit_missed
-                return
-        output.kvadmit_step = admission.step
-        held = self.kvadmit_may_hold is True
+        """Publish what the step showed."""
+        admission, step = self.kvadmit, self.kvadmit_step
+        held = step.may_hold is True
         if held:
             # First of all: with the hold's watermark a waiter would seem to lack the whole pool.
             self._kvadmit_set_watermark()
         running, waiting = len(self.running), len(self.waiting)
         missing = 0
-        if self.kvadmit_missed or (running and not output.num_scheduled_tokens):
+        if step.missed or (running and not output.num_scheduled_tokens):
             missing = self._kvadmit_running_lack(output)
-        if refused:
-            missing = max(missing, self._kvadmit_waiter_lack(tried, now_s))
+        if step.refused:
+            missing = max(missing, self._kvadmit_waiter_lack(step.tried, now_s))
         elif self.kvadmit_blocked_since:
             self.kvadmit_blocked_since.clear()
         self._kvadmit_look_ahead(running, now_s)
-        low = max(running * self.kvadmit_ahead, admission.pool.extent_blocks) if running else 0
-        if waiting and running < self.kvadmit_seats:
-            low += self._kvadmit_prompts(min(waiting, self.kvadmit_seats - running))
+        low = max(running * step.ahead, admission.pool.extent_blocks) if running else 0
+        if waiting and running < step.seats:
+            low += self._kvadmit_prompts(min(waiting, step.seats - running))
         admission.publish(now_s, running=running, waiting=waiting, missing=missing, low=low)
-        if missing or held or self.kvadmit_held_before:
-            self.kvadmit_held_before = held
+        if missing or held or step.held_before:
+            step.held_before = held
             admission.count_step(missed=missing > 0, held=held)
-
-    def _kvadmit_nothing_new(self: Any, refused: bool, now_s: float) -> bool:
-        """Whether all that this step shows is known, or asked for already.
-
-        `refused`: the oldest waiter did not find its blocks. Whoever misses some while more is
-        asked for already waits as that need does.
-        """
-        admission = self.kvadmit
-        if self.kvadmit_held_before or self.kvadmit_may_hold:
-            return False
-        if refused or self.kvadmit_missed:
-            return bool(admission.needs_more)
-        admission.content()
-        running = len(self.running)
-        if self._inflight_prefills or admission.needs_no_longer(now_s):
-            return False
-        if self.waiting and running < self.kvadmit_seats:
-            return False
-        queue = admission.pool.queue
-        free = queue.num_free_blocks - queue.num_cached_blocks
-        if free < running * self.kvadmit_ahead and not admission.wants_more:
-            return False
-        return not admission.could_give(now_s)
 
     def _kvadmit_set_watermark(self: Any) -> None:
         """Keep new admissions from the blocks that running requests take next."""
@@ -234,23 +230,25 @@ class ElasticScheduler:
         vLLM looks for cached blocks of a waiter right before it allocates for it, after all
         running requests: one call for each that is tried, none for those that run.
         """
-        scheduler: Any = self
+        scheduler: Any = self  # the checker knows the type of self even where it is Any
+        step: StepNotes = scheduler.kvadmit_step
         manager = scheduler.kv_cache_manager
         coordinator = manager.coordinator
         get_computed_blocks = manager.get_computed_blocks
         count_blocks = coordinator.get_num_blocks_to_allocate
 
         def tried(request: Any) -> Any:
-            if scheduler.kvadmit_in_step:
-                if scheduler.kvadmit_tried is None:
+            if step.inside:
+                if step.tried is None:
                     coordinator.get_num_blocks_to_allocate = counted
-                scheduler.kvadmit_tried = request
-                scheduler.kvadmit_asked = 0
+                    step.showed = True
+                step.tried = request
+                step.asked = 0
             return get_computed_blocks(request)
 
         def counted(*args: Any, **kwargs: Any) -> int:
             asked: int = count_blocks(*args, **kwargs)
-            scheduler.kvadmit_asked = asked
+            step.asked = asked
             return asked
 
         manager.get_computed_blocks = tried
@@ -262,8 +260,9 @@ class ElasticScheduler:
         running, and breaks out of its running loop at a no. It asks the same of requests
         whose blocks it frees, which it has taken out of the running before: not ours.
         """
-        if self.kvadmit_in_step and request in self.running:
-            self.kvadmit_missed = True
+        step = self.kvadmit_step
+        if step.inside and request in self.running:
+            step.missed = step.showed = True
             if self._kvadmit_decide_hold():
                 return False
         can: bool = super()._request_blocks_can_be_freed(request)  # type: ignore[misc]
@@ -271,15 +270,16 @@ class ElasticScheduler:
 
     def _kvadmit_decide_hold(self: Any) -> bool:
         """Decide once a step: after the first preemption holding helps nobody."""
-        if self.kvadmit_may_hold is not None or not self.kvadmit.bytes_coming:
+        step = self.kvadmit_step
+        if step.may_hold is not None or not self.kvadmit.bytes_coming:
             return False
         began_ns = time.monotonic_ns()
         hold: bool = self.kvadmit.may_hold(began_ns / 1e9)
-        self.kvadmit_may_hold = hold
+        step.may_hold = hold
         if hold:
             # The waiting loop of this step must not take what the held request needs.
             self.kv_cache_manager.watermark_blocks = self.kvadmit.pool.blocks
-        self.kvadmit_inside_ns += time.monotonic_ns() - began_ns
+        step.inside_ns += time.monotonic_ns() - began_ns
         return hold
 
     def _kvadmit_running_lack(self: Any, output: Any) -> int:
@@ -303,7 +303,7 @@ class ElasticScheduler:
 
     def _kvadmit_waiter_lack(self: Any, request: Any, now_s: float) -> int:
         """Return how many blocks the oldest waiter lacks; fail it when it waits in vain."""
-        asked = self.kvadmit_asked
+        asked = self.kvadmit_step.asked
         if asked > len(self.kv_cache_manager.block_pool.blocks):
             return 0  # vLLM's word for "not now", without a number
         admission = self.kvadmit
@@ -396,7 +396,7 @@ class ElasticScheduler:
         Those that running requests take on average while a growth lasts, and those that
         prompts under way still need.
         """
-        self.kvadmit_look_s = now_s + LOOK_S
+        self.kvadmit_step.look_ns = int((now_s + LOOK_S) * 1e9)
         passed = self.kvadmit.step - self.kvadmit_last_step
         step_s = (now_s - self.kvadmit_last_s) / passed if passed else 1.0
         self.kvadmit_last_s, self.kvadmit_last_step = now_s, self.kvadmit.step
@@ -428,8 +428,9 @@ class ElasticScheduler:
         Only when memory is all that the requests wait for: a request that waits for a grammar
         or a remote cache is polled by vLLM.
         """
-        blocked = self.kvadmit_tried is not None and self.kvadmit_asked
-        if not blocked and not self.kvadmit_may_hold:
+        step = self.kvadmit_step
+        blocked = step.tried is not None and step.asked
+        if not blocked and not step.may_hold:
             return 0.0
         if self.kvadmit_failures.due or self.kvadmit_failures.ended:
             return 0.0
@@ -438,14 +439,14 @@ class ElasticScheduler:
             return 0.0
         now_s = time.monotonic()
         self.kvadmit.flush(now_s)
-        if self.kvadmit.has_orders:
+        if self.kvadmit.orders:
             return 0.0
         pause_s = PARK_S_MAX
-        if self.kvadmit_may_hold:
+        if step.may_hold:
             pause_s = min(pause_s, self.kvadmit.hold_left_s(now_s))
         wait_s = self.kvadmit_engine.settings.wait_s
-        if self.kvadmit_tried is not None:
-            began_s = self.kvadmit_blocked_since.get(self.kvadmit_tried.request_id, now_s)
+        if step.tried is not None:
+            began_s = self.kvadmit_blocked_since.get(step.tried.request_id, now_s)
             pause_s = min(pause_s, max(0.0, began_s + wait_s - now_s))
         return pause_s
 

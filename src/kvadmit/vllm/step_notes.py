@@ -1,0 +1,88 @@
+"""What the scheduler mixin notes of a step, and what it compares a step with.
+
+Owns: nothing but these words. One object with slots, because each is read in every step,
+right after a model step that left nothing in the CPU's caches: an attribute of vLLM's
+scheduler, which has a hundred, is several misses, and a slot here shares its line with others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvadmit.admission import Admission
+from kvadmit.port import PoolPort
+from kvadmit.vllm.failures import Failures
+
+
+class StepNotes:
+    """Of the present step: what it showed. Of steps before: what is known or asked for."""
+
+    __slots__ = (
+        "admission",
+        "ahead",
+        "asked",
+        "coordinator",
+        "failing",
+        "held_before",
+        "inside",
+        "inside_ns",
+        "look_ns",
+        "lost",
+        "may_hold",
+        "missed",
+        "orders",
+        "port",
+        "queue",
+        "refused",
+        "seats",
+        "showed",
+        "tried",
+    )
+
+    def __init__(
+        self,
+        admission: Admission[Any],
+        port: PoolPort,
+        coordinator: Any,
+        failures: Failures,
+        *,
+        ahead: int,
+        seats: int,
+    ) -> None:
+        """Note what does not change.
+
+        `coordinator`: vLLM's, of KV caches. `ahead`: most blocks that one running request takes
+        soon; `seats`: most running requests.
+        """
+        self.admission = admission
+        self.port = port
+        self.coordinator = coordinator
+        self.orders = admission.orders
+        self.queue = admission.pool.queue
+        self.failing = failures.due
+        self.ahead = ahead
+        self.seats = seats
+        self.look_ns = 0
+        """Until then, on the monotonic clock, a step that shows nothing new is not looked at."""
+        self.lost = ""
+        """Why the engine cannot go on; written by the coordinator's thread."""
+        self.held_before = False
+        """The step before held a request."""
+        self.inside = False
+        """vLLM schedules."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what the last step showed."""
+        self.showed = False
+        """Whether any of the following was noted."""
+        self.missed = False
+        """A running request found no slots."""
+        self.may_hold: bool | None = None
+        """Whether such a request is held in this step; None: nobody asked."""
+        self.tried: Any = None
+        """The waiter that vLLM tried to admit last, the blocks that asked for, and a no to it."""
+        self.asked = 0
+        self.refused = False
+        self.inside_ns = 0
+        """Our time inside vLLM's schedule."""
