@@ -42,7 +42,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "edge": (
         "descriptors",
+        "vmm_cuda",
         "vmm_host",
+        "vmm_states",
         "host_pool",
         "channel",
         "outbox",

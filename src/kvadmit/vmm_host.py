@@ -26,6 +26,7 @@ from kvadmit.errors import DeviceOutOfMemoryError, DriverError, LocalProtocolErr
 from kvadmit.host_pool import HostPool
 from kvadmit.units import align_up, format_bytes
 from kvadmit.vmm import BatchResult, ExtentLayout
+from kvadmit.vmm_states import ExtentStates, State
 
 __all__ = ["GRANULE_BYTES", "HostAddressSpace", "HostPool"]
 
@@ -56,9 +57,6 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.fallocate.restype = ctypes.c_int
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
-State = Literal["absent", "prepared", "partial", "mapped", "leaving"]
-"""`partial`: a commit stopped inside it. `leaving`: a decommit did; only a decommit goes on."""
-
 
 class HostAddressSpace:
     """One rank's reservation on the host; see `vmm.AddressSpace` for what each call promises.
@@ -78,7 +76,7 @@ class HostAddressSpace:
         self.layout = layout
         self.device = device
         self._pool = pool
-        self._states: list[State] = ["absent"] * layout.extents
+        self._states = ExtentStates(layout.extents)
         self._runs_mapped: dict[int, int] = {}
         """How many runs of a partial or leaving extent are mapped, from the first."""
         self._file = self._make_file()
@@ -109,7 +107,7 @@ class HostAddressSpace:
 
     def prepare(self, extents: Sequence[int]) -> BatchResult:
         """Book the budget and allocate the pages of all `extents`, or of none."""
-        self._require(extents, "prepare", ("absent",))
+        self._require(extents, "prepare")
         wanted = len(extents) * self.layout.extent_bytes
         if not self._pool.try_book(wanted):
             free, total = self.read()
@@ -130,14 +128,15 @@ class HostAddressSpace:
                     self._each_run(made, self._punch)
                 self._pool.unbook(wanted)
                 return BatchResult(step="create", error=error)
-        return self._all_done(extents, "prepared")
+        self._states.set_all(extents, "prepared")
+        return BatchResult(done=tuple(extents))
 
     def commit(self, extents: Sequence[int]) -> BatchResult:
         """Map the pages of `extents` readable and writable; they are zero.
 
         Mapping and access are one call here, and the kernel has zeroed the pages.
         """
-        self._require(extents, "commit", ("prepared", "partial"))
+        self._require(extents, "commit")
         for position, extent in enumerate(extents):
             runs = self.layout.runs(extent)
             for index in range(self._runs_mapped.get(extent, 0), len(runs)):
@@ -155,7 +154,7 @@ class HostAddressSpace:
 
     def abort(self, extents: Sequence[int]) -> BatchResult:
         """Free the pages of prepared extents and give the budget back."""
-        self._require(extents, "abort", ("prepared",))
+        self._require(extents, "abort")
         for position, extent in enumerate(extents):
             error = self._release(extent)
             if error is not None:
@@ -168,7 +167,7 @@ class HostAddressSpace:
         An extent on which this fails is left for another decommit, not for a commit: some
         of its pages may hold old bytes.
         """
-        self._require(extents, "decommit", ("mapped", "partial", "leaving"))
+        self._require(extents, "decommit")
         for position, extent in enumerate(extents):
             step: Literal["unmap", "release"] = "unmap"
             self._states[extent] = "leaving"
@@ -198,8 +197,8 @@ class HostAddressSpace:
         self._reservation = None
         close_quietly(self._file)
         self._file = -1
-        held = len(self._states) - self._states.count("absent")
-        self._states = ["absent"] * self.layout.extents
+        held = self._states.held
+        self._states.forget()
         self._runs_mapped.clear()
         if held:
             self._pool.unbook(held * self.layout.extent_bytes)
@@ -211,21 +210,10 @@ class HostAddressSpace:
 
     # --- one extent ----------------------------------------------------------------------
 
-    def _require(self, extents: Sequence[int], call: str, allowed: tuple[State, ...]) -> None:
+    def _require(self, extents: Sequence[int], call: str) -> None:
         if self._reservation is None:
             raise LocalProtocolError(f"{call}: the address space is closed")
-        if len(set(extents)) != len(extents):
-            raise LocalProtocolError(f"{call}: an extent is named twice in {list(extents)}")
-        for extent in extents:
-            if not 0 <= extent < self.layout.extents:
-                raise LocalProtocolError(f"{call}: no extent {extent} of {self.layout.extents}")
-            if self._states[extent] not in allowed:
-                raise LocalProtocolError(f"{call}: extent {extent} is {self._states[extent]}")
-
-    def _all_done(self, extents: Sequence[int], state: State) -> BatchResult:
-        for extent in extents:
-            self._states[extent] = state
-        return BatchResult(done=tuple(extents))
+        self._states.require(extents, call)
 
     def _each_run(
         self, extent: int, act: Callable[[int, int], DriverError | None]

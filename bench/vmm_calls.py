@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Measure what growth and shrink cost one rank, without any message: the driver calls alone.
+
+    python bench/vmm_calls.py [--device cuda|host] [--json FILE]
+
+For each layout (block-outermost: one run of bytes per extent; layer-outermost: one per layer) and
+batch size: prepare, commit (with zeroing and the wait for it) and decommit, per extent, idle and
+beside running kernels. With kernels, how much slower those become is measured as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.colocated.result import commit as commit_of_the_tree
+from bench.colocated.result import hardware, versions
+from bench.colocated.statistics import percentile
+from kvadmit.geometry import RankBuffer
+from kvadmit.units import MIB, parse_bytes
+
+LAYERS = 32
+BLOCKS = 16
+EXTENTS = 64
+BATCHES = (1, 8, 32)
+ROUNDS = 60
+LAYOUTS = {"block-outermost": 1, "layer-outermost": LAYERS}
+LOAD_S = 2.0
+
+
+def main() -> int:
+    """Measure, print a table, write the JSON."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--device", choices=("cuda", "host"), default="cuda")
+    made.add_argument("--extent", type=parse_bytes, default=64 * MIB, help="bytes of an extent")
+    made.add_argument("--commit", default=None, help="the tree's commit, where git is not at hand")
+    made.add_argument("--json", type=Path, default=None, metavar="FILE")
+    options = made.parse_args()
+    rows: list[dict[str, Any]] = []
+    named = hardware()
+    for name, strips in LAYOUTS.items():
+        space, described = open_space(options.device, options.extent, strips)
+        named |= described
+        try:
+            for batch in BATCHES:
+                rows.append({"layout": name, "beside": "nothing", **figures(space, batch)})
+            if options.device == "cuda":
+                with running_kernels(space) as loops:
+                    alone = rate(loops)
+                    for batch in BATCHES:
+                        began = loops(), time.perf_counter()
+                        row = figures(space, batch)
+                        row["kernel_rate_left"] = (
+                            (loops() - began[0]) / (time.perf_counter() - began[1]) / alone
+                        )
+                        rows.append({"layout": name, "beside": "kernels", **row})
+        finally:
+            space.close()
+    result = {
+        "schema": "kvadmit.vmm-calls/1",
+        "commit": options.commit or commit_of_the_tree(),
+        "hardware": named,
+        "versions": versions(),
+        "extent_bytes": options.extent,
+        "rounds": ROUNDS,
+        "rows": rows,
+    }
+    show(result)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def open_space(device: str, extent_bytes: int, strips: int) -> tuple[Any, dict[str, Any]]:
+    """Return a space of EXTENTS extents, and what it is on."""
+    stride = extent_bytes // BLOCKS // strips
+    if device == "host":
+        import tempfile
+
+        from kvadmit.vmm_host import GRANULE_BYTES, HostAddressSpace, HostPool
+
+        buffer = RankBuffer(device="host", granule_bytes=GRANULE_BYTES, strides=(stride,) * strips)
+        pool = HostPool(Path(tempfile.mkdtemp()) / "pool", 2 * EXTENTS * extent_bytes)
+        return HostAddressSpace(buffer.layout(EXTENTS, BLOCKS), device="host", pool=pool), {}
+    import torch
+
+    from kvadmit.vmm_cuda import CudaAddressSpace, probe
+
+    torch.cuda.init()
+    found = probe(0)
+    buffer = RankBuffer(
+        device=found.uuid, granule_bytes=found.granule_bytes, strides=(stride,) * strips
+    )
+    space = CudaAddressSpace(buffer.layout(EXTENTS, BLOCKS), ordinal=0)
+    described = {"device": found.name, "driver": found.driver_version, "mps": found.mps}
+    return space, described
+
+
+def figures(space: Any, batch: int) -> dict[str, Any]:
+    """Return microseconds per extent of each call, p50 and p99 over ROUNDS batches."""
+    extents = list(range(1, 2 * batch, 2))
+    taken: dict[str, list[float]] = {"prepare": [], "commit": [], "decommit": []}
+    for _ in range(ROUNDS):
+        for call, seen in taken.items():
+            began = time.perf_counter()
+            result = getattr(space, call)(extents)
+            seen.append((time.perf_counter() - began) * 1e6 / batch)
+            if result.error is not None:
+                raise result.error
+    found: dict[str, Any] = {"batch": batch}
+    for call, seen in taken.items():
+        found[f"{call}_us"] = {"p50": percentile(seen, 50), "p99": percentile(seen, 99)}
+    return found
+
+
+@contextmanager
+def running_kernels(space: Any) -> Iterator[Callable[[], int]]:
+    """Keep kernels running on every other extent; yields how many loops they made so far."""
+    import torch
+
+    even = list(range(0, EXTENTS, 2))
+    space.prepare(even)
+    space.commit(even)
+    tensor = torch.utils.dlpack.from_dlpack(space.dlpack())
+    parts = [
+        tensor[offset : offset + length].view(torch.int32)
+        for extent in even
+        for offset, length in space.layout.runs(extent)
+    ]
+    stop, made = threading.Event(), [0]
+
+    def loop() -> None:
+        while not stop.is_set():
+            torch._foreach_add_(parts, 1)  # one call, so that this thread seldom has the GIL
+            torch.cuda.current_stream().synchronize()
+            made[0] += 1
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        yield lambda: made[0]
+    finally:
+        stop.set()
+        thread.join()
+        wrong = sum(int((part != made[0]).sum()) for part in parts)
+        if wrong:
+            raise RuntimeError(f"{wrong} words differ from what the kernels wrote")
+        space.wait_device()
+        space.decommit(even)
+
+
+def rate(loops: Callable[[], int]) -> float:
+    """Return loops per second of kernels that nothing runs beside."""
+    began, at = loops(), time.perf_counter()
+    time.sleep(LOAD_S)
+    return (loops() - began) / (time.perf_counter() - at)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print a table."""
+    named = result["hardware"]
+    print(f"{named['device']}, extents of {result['extent_bytes'] // MIB} MiB, us per extent")
+    print(f"{'layout':<17}{'beside':<9}{'batch':>5}", end="")
+    print("".join(f"{call + ' p50/p99':>20}" for call in ("prepare", "commit", "decommit")), end="")
+    print("   kernels' rate")
+    for row in result["rows"]:
+        print(f"{row['layout']:<17}{row['beside']:<9}{row['batch']:>5}", end="")
+        for call in ("prepare", "commit", "decommit"):
+            spread = row[f"{call}_us"]
+            print(f"{spread['p50']:>12.1f} /{spread['p99']:>6.1f}", end="")
+        left = row.get("kernel_rate_left")
+        print("" if left is None else f"{left:>12.2f} x")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
