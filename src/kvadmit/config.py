@@ -26,7 +26,7 @@ from kvadmit.units import MIB, align_down, format_bytes, parse_bytes, parse_seco
 LAYOUTS = ("auto", "stock", "LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
 """vLLM's `KVCacheLayout` names, less LHBNC, which puts heads outside blocks."""
 
-LATER_KEYS = ("weight", "margin", "cache", "mps", "start")
+LATER_KEYS = ("weight", "cache", "mps")
 """Keys of the design that later releases will read."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -78,6 +78,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     floor: int | None = None
     cap: int | None = None
     extent: int | None = None
+    margin: int | None = None
+    start: int | None = None
     layout: str = "auto"
     idle_decay_s: float = 30.0
     wait_s: float = 120.0
@@ -209,12 +211,27 @@ _KEYS: dict[str, _Key] = {
         "auto: 1/64 of the buffer, at most 32MiB",
         "Memory that is mapped and given back as one.",
     ),
+    "margin": _Key(
+        _read_size,
+        "size per device",
+        "a fiftieth of a GPU, nothing of the host pool",
+        "Memory of a device that is never lent: for what processes take beside KV cache after "
+        "they have started. Of several instances' margins the largest counts.",
+    ),
+    "start": _Key(
+        _read_size,
+        "size per device",
+        "on GPUs what the checkpoint's weights take, and 3GiB",
+        "Memory beside KV cache that a start needs on each device; neighbours make room for it "
+        "first.",
+    ),
     "layout": _Key(
         _read_layout,
         " | ".join(LAYOUTS),
         "auto",
-        "Order of the KV cache in memory: auto and stock leave vLLM's choice, a name of vLLM's "
-        "forces that one, also where the attention backend does not list it.",
+        "Order of the KV cache in memory: auto puts blocks outermost on GPUs, where an extent is "
+        "then one mapping, and leaves vLLM's choice on CPUs; stock always leaves it; a name of "
+        "vLLM's forces that one, also where the attention backend does not list it.",
     ),
     "idle_decay_s": _Key(
         _read_seconds,

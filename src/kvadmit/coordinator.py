@@ -84,12 +84,13 @@ _FROM_ARBITER = (Welcome, Seen, StartTurn, Allowance, Elect, Resync, Refused)
 class Coordinator:
     """One instance's coordinator.
 
-    `devices`: the device of each rank. `device_total_bytes`: device -> bytes that all
-    instances share there. `name` is for people and must be unique on the host. `wake` wakes
-    an idle or parked engine after an order was put into `port`; `on_engine_lost(reason)`
-    says that a rank or this thread is gone for good. `read_device(device)` returns its free
-    and total bytes before any agent is there; by default the host pool's. All are called on
-    the coordinator's thread and must not wait.
+    `devices`: the device of each rank; `backend`: the kind of driver behind them, "host" or
+    "cuda". `device_total_bytes`: device -> bytes that all instances share there, less the
+    `margin_bytes` that are never lent. `name` is for people and must be unique on the host.
+    `wake` wakes an idle or parked engine after an order was put into `port`;
+    `on_engine_lost(reason)` says that a rank or this thread is gone for good.
+    `read_device(device)` returns its free and total bytes before any agent is there; by default
+    the host pool's. All are called on the coordinator's thread and must not wait.
     """
 
     def __init__(
@@ -104,12 +105,15 @@ class Coordinator:
         on_engine_lost: Callable[[str], None] | None = None,
         read_device: Callable[[str], tuple[int, int]] | None = None,
         details: Mapping[str, str] | None = None,
+        backend: str = "host",
+        margin_bytes: int = 0,
     ) -> None:
         self.settings = settings
         self.name = name
         self.incarnation = new_incarnation("coordinator")
         self.port = PoolPort(wake_pool=wake, wake_coordinator=self._wake_from_pool)
         self._devices = tuple(devices)
+        self._backend = backend
         self._on_engine_lost = on_engine_lost
         self._read_device = read_device or self._read_host_pool
         hello = Hello(
@@ -118,6 +122,7 @@ class Coordinator:
             pid=os.getpid(),
             devices=dict(device_total_bytes),
             start_bytes={},
+            margin_bytes=margin_bytes,
             settings=dict(details or {}),
         )
         self._group = Group(
@@ -212,7 +217,7 @@ class Coordinator:
             "agents": self._run.agents_endpoint(self.incarnation),
             "lease": self._run.agents_lease(self.incarnation),
             "devices": list(self._devices),
-            "backend": "host",
+            "backend": self._backend,
             "host_pool": self.settings.host_pool,
             "host_pool_path": self._host_pool_path,
             "settings": self.settings.as_mapping(),

@@ -91,7 +91,8 @@ class DeviceBook:
         moment; the reading then bounds what is foreign. With nothing moving the two are
         equal and the figure is exact; otherwise it is only moved into the bounds.
         """
-        used = reading.total_bytes - reading.free_bytes
+        # By one total for all: NVML and the driver differ by what the device keeps for itself.
+        used = self.total_bytes - reading.free_bytes
         low, high = max(0, used - most_bytes), max(0, used - least_bytes)
         self.foreign_bytes = min(max(self.foreign_bytes, low), high)
         self.known = True

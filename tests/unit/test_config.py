@@ -23,6 +23,8 @@ ALL_KEYS = {
     "floor",
     "cap",
     "extent",
+    "margin",
+    "start",
     "layout",
     "idle_decay_s",
     "wait_s",

@@ -46,9 +46,11 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Carry out one request."""
     match request["op"]:
         case "generate":
-            return generate(llm, request["prompts"], request["tokens"])
+            return generate(llm, request["prompts"], request["tokens"], request.get("tops", 0))
         case "status":
             return status(llm)
+        case "reset":
+            return {"reset": llm.reset_prefix_cache()}
         case "differing":
             return differing_elsewhere(llm)
         case "another":
@@ -61,11 +63,16 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(other)
 
 
-def generate(llm: Any, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Return greedy token ids, why each request ended, and what vLLM says of a failure."""
+def generate(llm: Any, prompts: list[list[int]], tokens: int, tops: int = 0) -> dict[str, Any]:
+    """Return greedy token ids, why each request ended, and what vLLM says of a failure.
+
+    With `tops`, also that many likeliest ids at each position, as [id, log-probability].
+    """
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=tops or None
+    )
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
     )
@@ -74,6 +81,10 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         "ids": [list(one.token_ids) for one in first],
         "finish": [one.finish_reason for one in first],
         "stop": [one.stop_reason for one in first],
+        "tops": [
+            [[[i, top.logprob] for i, top in at.items()] for at in one.logprobs or ()]
+            for one in first
+        ],
     }
 
 

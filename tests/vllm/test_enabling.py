@@ -208,8 +208,8 @@ def test_each_gate_names_its_reason(path: str, value: object, word: str) -> None
 def test_a_device_without_a_backend_is_refused() -> None:
     from kvadmit.vllm import gates
 
-    with pytest.raises(UnsupportedError, match=r"'cuda'.*next one"):
-        gates.check_supported(plain_config(), "cuda")
+    with pytest.raises(UnsupportedError, match=r"'tpu'.*NVIDIA GPUs"):
+        gates.check_supported(plain_config(), "tpu")
 
 
 def test_virtual_size_is_the_pool_shared_by_ranks_or_what_the_user_gave_vllm() -> None:

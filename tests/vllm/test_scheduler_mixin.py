@@ -92,6 +92,11 @@ class Base:
     def update_from_output(self) -> dict[int, EngineCoreOutputs]:
         return {}
 
+    def reset_prefix_cache(self) -> bool:
+        for block in self.kv_cache_manager.block_pool.blocks:
+            block.block_hash = None
+        return True
+
     def has_requests(self) -> bool:
         return bool(self.running or self.waiting)
 
@@ -483,6 +488,23 @@ def test_orders_reach_an_idle_engine() -> None:
     elastic.port.give(Resident(((3, 1),)))
     elastic.kvadmit_wake()
     assert elastic.kvadmit.pool.resident == 1, "with requests, the next step drains"
+
+
+def test_a_reset_of_an_idle_engine_tells_what_it_freed() -> None:
+    elastic = Elastic(prefix=4)
+    elastic.running.append(request("a"))
+    taken = elastic.kvadmit.pool.queue.popleft_n(15)
+    elastic.schedule()
+    for block in taken:
+        block.block_hash = "known"
+    elastic.kvadmit.pool.queue.append_n(taken)
+    elastic.running.clear()
+    elastic.schedule()
+    before = elastic.posted()
+    assert (before.free, before.cached) == (0, 3)
+    assert elastic.reset_prefix_cache()
+    after = elastic.posted()
+    assert (after.free, after.cached) == (3, 0)
 
 
 def test_a_lost_rank_ends_an_in_process_engine() -> None:

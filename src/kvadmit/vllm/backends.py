@@ -6,45 +6,59 @@ backend is one more branch here; everything else speaks `AddressSpace`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from kvadmit.errors import UnsupportedError
 from kvadmit.vmm import AddressSpace, ExtentLayout
-from kvadmit.vmm_host import GRANULE_BYTES, HostAddressSpace, HostPool
+from kvadmit.vmm_cuda import CudaAddressSpace
+from kvadmit.vmm_host import HostAddressSpace, HostPool
+
+logger = logging.getLogger("vllm.kvadmit")
 
 
 class Backing:
-    """One rank's address space, the tensor over it, and what has to be closed with it."""
+    """One rank's address space, the tensor over it, and what has to be closed with it.
 
-    def __init__(self, space: AddressSpace, tensor: torch.Tensor, pool: HostPool) -> None:
+    `device_wait` returns once the device has finished what is enqueued; None where nothing is
+    ever enqueued, as on the CPU.
+    """
+
+    def __init__(
+        self,
+        space: AddressSpace,
+        tensor: torch.Tensor,
+        *,
+        pool: HostPool | None = None,
+        device_wait: Callable[[], None] | None = None,
+    ) -> None:
         """Take ownership of `space` and `pool`."""
         self.space = space
         self.tensor: torch.Tensor | None = tensor
+        self.device_wait = device_wait
         self._pool = pool
 
     def close(self) -> None:
         """Free the memory; the addresses stay reserved while a tensor refers to them."""
         self.tensor = None
         self.space.close()
-        self._pool.close()
+        if self._pool is not None:
+            self._pool.close()
 
 
-def granule_bytes() -> int:
-    """Return the driver's allocation unit on this machine."""
-    return GRANULE_BYTES
-
-
-def make_backing(runtime: Mapping[str, Any], layout: ExtentLayout, *, device: str) -> Backing:
+def make_backing(
+    runtime: Mapping[str, Any], layout: ExtentLayout, *, device: str, ordinal: int, ranks: int
+) -> Backing:
     """Reserve addresses for `layout` with nothing behind them, and lay a tensor over them.
 
-    The int8 tensor has exactly `layout.buffer_bytes`. Raises DriverError, CapacityError.
+    The int8 tensor has exactly `layout.buffer_bytes`. `ordinal`: what PyTorch calls a GPU in
+    this process; `ranks` of the whole engine. Raises DriverError, CapacityError, UnsupportedError.
     """
-    backend = runtime["backend"]
-    if backend != "host":
-        raise UnsupportedError(f"memory backend {backend!r}: this release has 'host' only")
+    if runtime["backend"] == "cuda":
+        return _on_gpu(layout, device, ordinal, ranks)
     pool = HostPool(str(runtime["host_pool_path"]), int(runtime["host_pool"]))
     try:
         space = HostAddressSpace(layout, device=device, pool=pool)
@@ -52,4 +66,24 @@ def make_backing(runtime: Mapping[str, Any], layout: ExtentLayout, *, device: st
         pool.close()
         raise
     tensor = torch.frombuffer(space.buffer(), dtype=torch.int8)
-    return Backing(space, tensor, pool)
+    return Backing(space, tensor, pool=pool)
+
+
+def _on_gpu(layout: ExtentLayout, device: str, ordinal: int, ranks: int) -> Backing:
+    space = CudaAddressSpace(layout, ordinal=ordinal)
+    if ranks > 1 and space.described.mps is False:
+        logger.warning(
+            "no MPS daemon serves %s: with another instance on the same GPUs the collectives of "
+            "both would spin in each other's time slices; start nvidia-cuda-mps-control first",
+            device,
+        )
+    try:
+        if space.device != device:
+            raise UnsupportedError(
+                f"EngineCore expects this worker on {device}, its GPU {ordinal} is {space.device}"
+            )
+        tensor = torch.utils.dlpack.from_dlpack(space.dlpack())
+    except BaseException:
+        space.close()
+        raise
+    return Backing(space, tensor, device_wait=space.wait_device)

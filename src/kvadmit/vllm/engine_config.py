@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,13 @@ import vllm
 from kvadmit.config import Settings
 from kvadmit.errors import ConfigError, UnsupportedError
 from kvadmit.vllm import gates, shapes
+from kvadmit.vllm.devices import devices_of
 from kvadmit.vllm.names import ENABLED, FITS_LENGTH
 
 logger = logging.getLogger("vllm.kvadmit")
 
+BLOCK_OUTERMOST = "BLNHC"
+"""vLLM's layout in which a block's layers lie side by side: one mapping backs an extent."""
 UTILIZATION = 0.01
 """What vLLM's start-up gate asks of the device; KV memory does not come out of it."""
 
@@ -93,8 +97,15 @@ def _apply(vllm_config: Any, settings: Settings, engine_args: Any) -> None:
     setattr(vllm_config, FITS_LENGTH, cache.kv_cache_memory_bytes is None)
     cache.kv_cache_memory_bytes = virtual_bytes(vllm_config, settings)
     cache.gpu_memory_utilization = UTILIZATION
-    if settings.layout not in ("auto", "stock"):
-        cache.kv_cache_layout = settings.layout
+    layout = settings.layout
+    if layout == "auto":
+        layout = "stock" if current_platform.device_type == "cpu" else BLOCK_OUTERMOST
+    if layout != "stock":
+        cache.kv_cache_layout = layout
+    parallel = vllm_config.parallel_config
+    if current_platform.device_type != "cpu" and parallel.distributed_executor_backend == "uni":
+        # The worker would run inside EngineCore, which must have no CUDA context.
+        parallel.distributed_executor_backend = "mp"
     setattr(vllm_config, ENABLED, True)
 
 
@@ -102,12 +113,19 @@ def virtual_bytes(vllm_config: Any, settings: Settings) -> int:
     """Return the size of one rank's address range: most that the rank could ever hold.
 
     A size the user gave vLLM is an exact ceiling of every rank. Otherwise the ranks share
-    the device's pool; the cap bounds what is backed, not what is addressed.
+    what their device can lend.
     """
     explicit = vllm_config.cache_config.kv_cache_memory_bytes
     if explicit is not None:
         return int(explicit)
-    share: int = settings.host_pool // vllm_config.parallel_config.world_size
+    devices = devices_of(vllm_config, settings)
+    ranks = Counter(devices.by_rank)
+    share = min(
+        (devices.total_bytes[device] - devices.margin_bytes) // count
+        for device, count in ranks.items()
+    )
+    if devices.backend == "cuda" and settings.cap is not None:
+        share = min(share, settings.cap)  # vLLM makes a Python object for each block
     return share
 
 

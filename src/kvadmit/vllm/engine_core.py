@@ -24,12 +24,11 @@ from kvadmit.config import Settings
 from kvadmit.coordinator import Coordinator
 from kvadmit.geometry import ExtentPlan
 from kvadmit.units import format_bytes
+from kvadmit.vllm.devices import devices_of, read_gpu
 from kvadmit.vllm.engine_config import is_enabled, read_settings
 from kvadmit.vllm.names import RUNTIME
 
 logger = logging.getLogger("vllm.kvadmit")
-
-HOST_DEVICE = "host"
 
 
 class Engine:
@@ -53,15 +52,19 @@ class Engine:
         """Why the engine cannot go on; "" while it can."""
         self._request_types = EngineCoreRequestType
         self._vllm_config = vllm_config
+        self.devices = devices_of(vllm_config, settings)
         self.coordinator = Coordinator(
             settings,
             ranks=self.ranks,
-            devices=[HOST_DEVICE] * self.ranks,
-            device_total_bytes={HOST_DEVICE: settings.host_pool},
+            devices=self.devices.by_rank,
+            device_total_bytes=self.devices.total_bytes,
+            backend=self.devices.backend,
+            margin_bytes=self.devices.margin_bytes,
+            read_device=read_gpu if self.devices.backend == "cuda" else None,
             name=_instance_name(vllm_config, settings),
             wake=self.wake,
             on_engine_lost=self._lost,
-            details=_details(vllm_config),
+            details=_details(vllm_config) | {"backend": self.devices.backend},
         )
 
     def start(self) -> None:
@@ -71,8 +74,7 @@ class Engine:
             parent = multiprocessing.parent_process()
             if parent is not None and parent.pid is not None:
                 self.coordinator.watch_parent(parent.pid)
-            # Weights and activations are not in the host pool: nothing is needed beside KV.
-            self.coordinator.request_start({HOST_DEVICE: 0})
+            self.coordinator.request_start(self.devices.start_bytes)
         except BaseException:
             self.coordinator.stop()
             raise
@@ -84,7 +86,10 @@ class Engine:
             "kvadmit is active in EngineCore: instance %s with %d rank(s) shares %s",
             self.coordinator.name,
             self.ranks,
-            format_bytes(self.settings.host_pool),
+            ", ".join(
+                f"{format_bytes(size)} of {device}"
+                for device, size in self.devices.total_bytes.items()
+            ),
         )
 
     @property
@@ -166,7 +171,6 @@ def _details(vllm_config: Any) -> dict[str, str]:
         "model": str(vllm_config.model_config.model),
         "tp": str(parallel.tensor_parallel_size),
         "pp": str(parallel.pipeline_parallel_size),
-        "backend": "host",
     }
 
 

@@ -17,10 +17,10 @@ Gate = Callable[[Any], str]
 
 def check_supported(vllm_config: Any, device_type: str) -> None:
     """Raise UnsupportedError naming the first thing in `vllm_config` that cannot work."""
-    if device_type != "cpu":
+    if device_type not in ("cpu", "cuda"):
         raise UnsupportedError(
-            f"device type {device_type!r}: this release shares host memory of the CPU backend "
-            "only; the CUDA backend comes with the next one"
+            f"device type {device_type!r}: kvadmit shares the memory of NVIDIA GPUs and of vLLM's "
+            "CPU build"
         )
     for gate in GATES:
         reason = gate(vllm_config)

@@ -15,8 +15,8 @@ from kvadmit.config import Settings
 from kvadmit.errors import CapacityError, LocalProtocolError
 from kvadmit.geometry import ExtentPlan, Placement, RankBuffer, describe_buffer, plan_extents
 from kvadmit.units import ceil_div
-from kvadmit.vllm.backends import granule_bytes
-from kvadmit.vllm.engine_core import HOST_DEVICE, Engine, engine_of
+from kvadmit.vllm.devices import Devices
+from kvadmit.vllm.engine_core import Engine, engine_of
 from kvadmit.vllm.names import FITS_LENGTH, PLAN
 
 logger = logging.getLogger("vllm.kvadmit")
@@ -75,12 +75,14 @@ def _plan_in_extents(engine: Engine, vllm_config: Any, plan: Callable[[], list[A
     configs = plan()
     if not any(config.kv_cache_tensors for config in configs):
         raise CapacityError("the model keeps no KV cache: there is nothing to share")
-    ranks = [_rank_buffer(config) for config in configs]
+    devices = engine.devices
+    ranks = [_rank_buffer(config, devices, rank) for rank, config in enumerate(configs)]
     extents = _choose(ranks, engine.settings, vllm_config, configs)
     if extents.blocks != configs[0].num_blocks:
         configs = _with_blocks(vllm_config, extents.blocks, plan)
-    for config, rank in zip(configs, ranks, strict=True):
-        if config.num_blocks != extents.blocks or _rank_buffer(config) != rank:
+    for number, (config, rank) in enumerate(zip(configs, ranks, strict=True)):
+        again = _rank_buffer(config, devices, number)
+        if config.num_blocks != extents.blocks or again != rank:
             raise LocalProtocolError(
                 f"vLLM planned {config.num_blocks} blocks where {extents.blocks} were asked for, "
                 "or laid them out differently"
@@ -101,8 +103,8 @@ def _with_blocks(vllm_config: Any, blocks: int, plan: Callable[[], list[Any]]) -
         cache.num_gpu_blocks_override = before
 
 
-def _rank_buffer(config: Any) -> RankBuffer:
-    """Return how one rank's buffer is laid out. A rank without layers has none."""
+def _rank_buffer(config: Any, devices: Devices, rank: int) -> RankBuffer:
+    """Return how the buffer of `rank` is laid out. A rank without layers has none."""
     tensors = [t for t in config.kv_cache_tensors if not getattr(t, "host_resident", False)]
     if not tensors:
         raise CapacityError("a rank without a KV cache: spread the layers over fewer stages")
@@ -111,8 +113,8 @@ def _rank_buffer(config: Any) -> RankBuffer:
             Placement(tensor.offset, len(tensor.layers), tensor.layer_stride, tensor.block_stride)
             for tensor in tensors
         ],
-        device=HOST_DEVICE,
-        granule_bytes=granule_bytes(),
+        device=devices.by_rank[rank],
+        granule_bytes=devices.granule_bytes,
         buffer_bytes=tensors[0].size,
         blocks=config.num_blocks,
     )

@@ -463,6 +463,7 @@ class ElasticScheduler:
         """Reset the prefix cache, and count its blocks as uncached from now on."""
         done = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
         self.kvadmit.pool.queue.forget_hashes()
+        self.kvadmit.flush(time.monotonic())  # an idle engine makes no step that would tell
         return done
 
     @property

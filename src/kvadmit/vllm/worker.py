@@ -31,19 +31,32 @@ logger = logging.getLogger("vllm.kvadmit")
 class WorkerSide:
     """One worker's backing, agent and the step it is at."""
 
-    def __init__(self, runtime: dict[str, Any], plan: ExtentPlan, rank: int) -> None:
-        """Reserve the buffer and back the prefix; nothing is left behind on failure."""
+    def __init__(self, runtime: dict[str, Any], plan: ExtentPlan, rank: int, ordinal: int) -> None:
+        """Reserve the buffer and back the prefix; nothing is left behind on failure.
+
+        `ordinal`: what PyTorch calls the worker's GPU.
+        """
         self.plan = plan
         self.step = 0
         self.backing: Backing = make_backing(
-            runtime, plan.layouts[rank], device=_device_of(plan, rank)
+            runtime,
+            plan.layouts[rank],
+            device=runtime["devices"][rank],
+            ordinal=ordinal,
+            ranks=len(plan.layouts),
         )
         try:
             self._back_prefix()
         except BaseException:
             self.backing.close()
             raise
-        self.agent = Agent(runtime, rank=rank, space=self.backing.space, prefix=plan.prefix)
+        self.agent = Agent(
+            runtime,
+            rank=rank,
+            space=self.backing.space,
+            prefix=plan.prefix,
+            device_wait=self.backing.device_wait,
+        )
 
     def _back_prefix(self) -> None:
         space, extents = self.backing.space, range(self.plan.prefix)
@@ -60,14 +73,6 @@ class WorkerSide:
         """End the agent and free the memory. Idempotent."""
         self.agent.stop()
         self.backing.close()
-
-
-def _device_of(plan: ExtentPlan, rank: int) -> str:
-    """Return the device of `rank`; this release has one device, the host."""
-    devices = list(plan.extent_bytes)
-    if len(devices) != 1:
-        raise LocalProtocolError(f"rank {rank}: the plan names devices {devices}")
-    return devices[0]
 
 
 class KvBufferContext(TorchFunctionMode):
@@ -140,7 +145,8 @@ def _wrap_initialize(original: Any) -> Callable[..., Any]:
         if not is_enabled(self.vllm_config):
             return original(self, kv_cache_config)
         runtime = getattr(self.vllm_config, RUNTIME)
-        side = WorkerSide(runtime, getattr(kv_cache_config, PLAN), self.rank)
+        ordinal = self.device.index or 0
+        side = WorkerSide(runtime, getattr(kv_cache_config, PLAN), self.rank, ordinal)
         setattr(self, SIDE, side)
         try:
             result = original(self, kv_cache_config)
