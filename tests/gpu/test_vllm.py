@@ -175,7 +175,11 @@ def test_two_engines_share_their_gpus_and_everyone_finishes(run_dir: Path, ranks
     free = read_gpu(DEVICE.uuid)[0]
     shared = 100 * MIB
     # Starts are booked as 6 GiB each and take less: the rest of the device is margin.
-    settings = {"margin": free - 12 * GIB - shared, "start": 6 * GIB, "extent": 2 * MIB}
+    settings: dict[str, Any] = {
+        "margin": free - 12 * GIB - shared,
+        "start": 6 * GIB,
+        "extent": 2 * MIB,
+    }
     several = [elastic(run_dir, ranks, name, **settings) for name in ("a", "b")]
     with engines(*several) as both:
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import threading
@@ -17,7 +18,9 @@ from bench.colocated.sync_policy.caller import Caller
 from bench.colocated.sync_policy.growth import SyncGrowth
 from bench.colocated.sync_policy.wire import Joined, Kind, Order, Reply, receive, send
 
+from kvadmit.agent import Agent
 from kvadmit.config import Settings
+from kvadmit.coordinator import Coordinator
 from kvadmit.errors import PeerLostError
 from kvadmit.pool import ElasticPool
 from kvadmit.vmm import ExtentLayout, Strip
@@ -98,6 +101,13 @@ def test_free_extents_beyond_the_reserve_go_back_behind_the_fence() -> None:
     assert grown.pool.resident == 3
     grown.grow(1)
     assert caller.calls[-1] == ("grow", (3, 4, 5), 0)  # what went back can be had again
+
+
+def test_its_parts_are_made_as_those_they_stand_in_for() -> None:
+    made, wanted = (inspect.signature(kind).parameters for kind in (Caller, Coordinator))
+    assert list(made) == list(wanted)
+    made, wanted = (inspect.signature(kind).parameters for kind in (SyncAgent, Agent))
+    assert list(made) == [name for name in wanted if name != "exit_process"]
 
 
 def test_status_has_the_form_of_kvadmits_own() -> None:

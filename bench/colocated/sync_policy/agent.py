@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from bench.colocated.delay import delay_s
 from bench.colocated.sync_policy.wire import Joined, Order, Reply, receive, send
@@ -31,9 +31,16 @@ class SyncAgent:
     """One rank's agent. `prefix` extents are committed in `space` already."""
 
     def __init__(
-        self, runtime: Mapping[str, object], *, rank: int, space: AddressSpace, prefix: int
+        self,
+        runtime: Mapping[str, object],
+        *,
+        rank: int,
+        space: AddressSpace,
+        prefix: int,
+        device_wait: Callable[[], None] | None = None,
     ) -> None:
         self.rank = rank
+        self._device_wait = device_wait
         self._path = str(runtime["agents"])
         self._space = space
         self._link: socket.socket | None = None
@@ -106,7 +113,11 @@ class SyncAgent:
                     passed = self._step_published.wait_for(
                         lambda: self._enqueued >= order.fence, FENCE_S
                     )
-                return self._decommit(extents) if passed else f"step {order.fence} did not come"
+                if not passed:
+                    return f"step {order.fence} did not come"
+                if self._device_wait is not None:
+                    self._device_wait()
+                return self._decommit(extents)
 
     def _grow(self, extents: list[int]) -> str:
         space = self._space

@@ -39,9 +39,13 @@ class Caller:
         name: str,
         wake: Callable[[], None],
         on_engine_lost: Callable[[str], None] | None = None,
+        read_device: Callable[[str], tuple[int, int]] | None = None,
         details: Mapping[str, str] | None = None,
+        backend: str = "host",
+        margin_bytes: int = 0,
     ) -> None:
         self.settings = settings
+        self._backend = backend
         self.name = name
         self.incarnation = new_incarnation("sync")
         self._ranks = ranks
@@ -86,7 +90,7 @@ class Caller:
             "agents": self._path,
             "lease": "",
             "devices": self._devices,
-            "backend": "host",
+            "backend": self._backend,
             "host_pool": self.settings.host_pool,
             "host_pool_path": str(Path(self._run.path) / HOST_POOL_FILE),
             "settings": self.settings.as_mapping(),
