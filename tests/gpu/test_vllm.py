@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import shutil
 import subprocess
 import tempfile
@@ -46,7 +47,7 @@ ROUNDS = 3
 QUIET = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
 TIE = 0.05
 """Ids whose log-probabilities are this close are one to bfloat16: which is greedier depends on
-what else is in the batch."""
+what else is in the batch. Stock's own differences may be larger, and then count instead."""
 TOPS = 5
 
 Ids = list[list[int]]
@@ -100,19 +101,24 @@ class Stock:
             answer = child.ask("generate", prompts=prompts(), tokens=TOKENS, tops=TOPS)
         self.ids: Ids = answer["ids"]
         self._tops = [[dict(map(tuple, at)) for at in one] for one in answer["tops"]]
+        small = arguments(ranks, kernels, kv_cache_memory_bytes=12 * MIB)
+        with engines(small) as (child,):
+            gaps = self.gaps(child.generate(prompts(), TOKENS))
+        self.tie = max([TIE, *gaps.values()])
+        """The largest gap at which stock differs from itself, with a smaller pool."""
 
-    def differences(self, found: Ids) -> list[str]:
-        """Return where `found` leaves stock's ids although that was no tie."""
-        wrong = []
+    def gaps(self, found: Ids) -> dict[int, float]:
+        """Return by prompt how far behind the first id is that `found` has and stock has not.
+
+        In log-probability; infinite for an id that is not among stock's TOPS.
+        """
+        behind = {}
         for number, (mine, stock) in enumerate(zip(found, self.ids, strict=True)):
             at = next((p for p, (a, b) in enumerate(zip(mine, stock, strict=True)) if a != b), None)
-            if at is None:
-                continue
-            tops = self._tops[number][at]
-            gap = max(tops.values()) - tops.get(mine[at], -1e9)
-            if gap > TIE:
-                wrong.append(f"prompt {number}, token {at}: behind by {gap:.2f}")
-        return wrong
+            if at is not None:
+                tops = self._tops[number][at]
+                behind[number] = max(tops.values()) - tops.get(mine[at], -math.inf)
+        return behind
 
 
 def resident(child: EngineProcess) -> int:
@@ -137,15 +143,16 @@ def test_tokens_equal_stock_through_growth_shrink_and_regrowth(
         same = []
         for number in range(ROUNDS):
             found = child.generate(prompts(), TOKENS)
-            assert stock.differences(found) == [], f"round {number}"
-            same.append(sum(a == b for a, b in zip(found, stock.ids, strict=True)))
+            gaps = stock.gaps(found)
+            assert max([0.0, *gaps.values()]) <= stock.tie, f"round {number}: {gaps}"
+            same.append(len(found) - len(gaps))
             assert resident(child) > prefix, "nothing grew"
             assert child.ask("reset")["reset"]
             child.wait_status("idle memory goes back", resident=prefix)
         status = child.status()["coordinator"]
         assert status["counters"]["growths"] >= ROUNDS
         assert status["counters"]["timer_probes"] == 0
-        report.info("tp%d %s: %s of 64 to the last token; %s", ranks, kernels, same, status)
+        report.info("tp%d %s: %s equal, tie %f; %s", ranks, kernels, same, stock.tie, status)
 
 
 def compute_pids() -> set[int]:
