@@ -91,22 +91,6 @@ def test_a_need_that_is_over_is_taken_back_at_the_next_look() -> None:
     assert not bench.admission.needs_more
 
 
-def test_a_need_is_corrected_soon_when_off_by_a_factor_of_two_and_otherwise_late() -> None:
-    bench = Bench(prefix=2)
-    bench.use(7)
-
-    def shown(now_s: float, extents: int) -> list[Any]:
-        return bench.publish(now_s, missing=extents * WHOLE, low=40 * WHOLE)
-
-    assert the_one(shown(0.0, 8)).need_total == 2 + 8
-    assert shown(0.1, 15) == []
-    assert shown(0.2, 5) == []
-    assert the_one(shown(0.3, 4)).need_total == 2 + 4
-    assert the_one(shown(0.4, 8)).need_total == 2 + 8
-    assert shown(0.5, 7) == []
-    assert the_one(shown(0.5 + REFRESH_SLOW_S, 7)).need_total == 2 + 7
-
-
 def test_a_low_watermark_is_a_want_and_brings_an_eighth_more() -> None:
     bench = Bench(prefix=32)
     bench.publish(0.0)

@@ -446,7 +446,9 @@ def test_a_missing_driver_and_a_broken_one_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"no NVIDIA driver: .*libcuda-none"):
         probe(0, library="libcuda-none.so.1")
     source = tmp_path / "old.c"
-    source.write_text("int cuInit(unsigned flags) { return 0; }\n")
+    source.write_text(
+        '__attribute__((visibility("default"))) int cuInit(unsigned flags) { return 0; }\n'
+    )
     library = build(tmp_path, source)
     with pytest.raises(UnsupportedError, match="has no cuDriverGetVersion"):
         probe(0, library=str(library))
