@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from bench.colocated.result import hardware, versions
 from bench.colocated.statistics import percentile
 from kvadmit.geometry import RankBuffer
 from kvadmit.units import MIB, parse_bytes
+from kvadmit.vmm_cuda import CudaAddressSpace
+from kvadmit.vmm_host import GRANULE_BYTES, HostAddressSpace, HostPool
 
 LAYERS = 32
 BLOCKS = 16
@@ -36,6 +39,7 @@ BATCHES = (1, 8, 32)
 ROUNDS = 60
 LAYOUTS = {"block-outermost": 1, "layer-outermost": LAYERS}
 LOAD_S = 2.0
+CUDA_GRANULE_BYTES = 2 * MIB
 
 
 def main() -> int:
@@ -51,23 +55,9 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     named = hardware()
     for name, strips in LAYOUTS.items():
-        space, described = open_space(options.device, options.extent, strips)
-        named |= described
-        try:
-            for batch in BATCHES:
-                rows.append({"layout": name, "beside": "nothing", **figures(space, batch)})
-            if options.device == "cuda":
-                with running_kernels(space) as loops:
-                    alone = rate(loops)
-                    for batch in BATCHES:
-                        began = loops(), time.perf_counter()
-                        row = figures(space, batch)
-                        row["kernel_rate_left"] = (
-                            (loops() - began[0]) / (time.perf_counter() - began[1]) / alone
-                        )
-                        rows.append({"layout": name, "beside": "kernels", **row})
-        finally:
-            space.close()
+        with open_space(options.device, options.extent, strips) as (space, described):
+            named |= described
+            rows += rows_of(space, name, beside_kernels=options.device == "cuda")
     result = {
         "schema": "kvadmit.vmm-calls/1",
         "commit": options.commit or commit_of_the_tree(),
@@ -84,29 +74,40 @@ def main() -> int:
     return 0
 
 
-def open_space(device: str, extent_bytes: int, strips: int) -> tuple[Any, dict[str, Any]]:
-    """Return a space of EXTENTS extents, and what it is on."""
+@contextmanager
+def open_space(device: str, extent_bytes: int, strips: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Make a space of EXTENTS extents; yields it and what it is on."""
     stride = extent_bytes // BLOCKS // strips
+    granule = GRANULE_BYTES if device == "host" else CUDA_GRANULE_BYTES
+    buffer = RankBuffer(device=device, granule_bytes=granule, strides=(stride,) * strips)
+    layout = buffer.layout(EXTENTS, BLOCKS)
     if device == "host":
-        import tempfile
-
-        from kvadmit.vmm_host import GRANULE_BYTES, HostAddressSpace, HostPool
-
-        buffer = RankBuffer(device="host", granule_bytes=GRANULE_BYTES, strides=(stride,) * strips)
-        pool = HostPool(Path(tempfile.mkdtemp()) / "pool", 2 * EXTENTS * extent_bytes)
-        return HostAddressSpace(buffer.layout(EXTENTS, BLOCKS), device="host", pool=pool), {}
+        with tempfile.TemporaryDirectory() as directory:
+            pool = HostPool(Path(directory) / "pool", 2 * EXTENTS * extent_bytes)
+            with closing(pool), closing(HostAddressSpace(layout, device="host", pool=pool)) as host:
+                yield host, {}
+        return
     import torch
 
-    from kvadmit.vmm_cuda import CudaAddressSpace, probe
-
     torch.cuda.init()
-    found = probe(0)
-    buffer = RankBuffer(
-        device=found.uuid, granule_bytes=found.granule_bytes, strides=(stride,) * strips
-    )
-    space = CudaAddressSpace(buffer.layout(EXTENTS, BLOCKS), ordinal=0)
-    described = {"device": found.name, "driver": found.driver_version, "mps": found.mps}
-    return space, described
+    with closing(CudaAddressSpace(layout, ordinal=0)) as space:
+        found = space.described
+        yield space, {"device": found.name, "driver": found.driver_version, "mps": found.mps}
+
+
+def rows_of(space: Any, layout: str, *, beside_kernels: bool) -> list[dict[str, Any]]:
+    """Return the figures of every batch size, beside nothing and, if so, beside kernels."""
+    rows = [{"layout": layout, "beside": "nothing", **figures(space, batch)} for batch in BATCHES]
+    if not beside_kernels:
+        return rows
+    with running_kernels(space) as loops:
+        alone = rate(loops)
+        for batch in BATCHES:
+            began = loops(), time.perf_counter()
+            row = {"layout": layout, "beside": "kernels", **figures(space, batch)}
+            left = (loops() - began[0]) / (time.perf_counter() - began[1])
+            rows.append(row | {"kernel_rate_left": left / alone})
+    return rows
 
 
 def figures(space: Any, batch: int) -> dict[str, Any]:

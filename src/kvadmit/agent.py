@@ -4,8 +4,8 @@ Owns: one thread, the channel and lease line to the coordinator, and every drive
 this rank. Must not know: why an order came. It decides nothing: messages, wake-ups, timers
 and completions become events of `member.Member`, whose effects it runs in order.
 
-The thread never waits for the device: a device wait runs on a thread of its own, so that
-prepare and commit overtake what is parked behind a fence.
+The thread never waits for the engine's work on the device: such a wait runs on a thread of its
+own, so that prepare and commit overtake what is parked behind a fence.
 """
 
 from __future__ import annotations

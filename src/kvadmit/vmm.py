@@ -85,8 +85,9 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
 class AddressSpace(Protocol):
     """One rank's reservation and the physical memory behind parts of it.
 
-    Every call takes extent numbers, blocks only for the driver (never for the device's
-    work), releases the GIL around driver calls and must be made from one thread at a time.
+    Every call takes extent numbers, blocks only for the driver and for zeroes of its own (never
+    for the engine's work on the device), releases the GIL around driver calls and must be made
+    from one thread at a time.
     Calling with an extent in the wrong state raises LocalProtocolError and changes nothing.
     """
 

@@ -21,11 +21,12 @@ from kvadmit.errors import (
     LocalProtocolError,
     UnsupportedError,
 )
-from kvadmit.vmm import AddressSpace, BatchResult
+from kvadmit.vmm import BatchResult
 from kvadmit.vmm_cuda import CudaAddressSpace, probe
 from unit.vmm_conformance import (
     BUDGET_EXTENTS,
     AddressSpaceConformance,
+    MappedRig,
     Rig,
     done,
     two_strip_layout,
@@ -41,7 +42,7 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("fake-cuda"))
 
 
-class CudaRig(Rig):
+class CudaRig(MappedRig):
     def __init__(self, library: Path, directory: Path) -> None:
         self.layout = two_strip_layout(GRANULE_BYTES)
         self.fake = FakeCuda(library)
@@ -49,16 +50,6 @@ class CudaRig(Rig):
 
     def make(self) -> CudaAddressSpace:
         return CudaAddressSpace(self.layout, ordinal=0, library=self.fake.path)
-
-    def write(self, space: AddressSpace, extent: int) -> None:
-        for offset, length in space.layout.runs(extent):
-            ctypes.memset(space.address + offset, 0x5A, length)
-
-    def is_zero(self, space: AddressSpace, extent: int) -> bool:
-        return not any(
-            any(ctypes.string_at(space.address + offset, length))
-            for offset, length in space.layout.runs(extent)
-        )
 
     def close(self) -> None:
         gc.collect()

@@ -17,34 +17,24 @@ from kvadmit import vmm_host
 from kvadmit.errors import DeviceOutOfMemoryError, DriverError, LocalProtocolError
 from kvadmit.geometry import RankBuffer
 from kvadmit.units import GIB
-from kvadmit.vmm import AddressSpace
 from kvadmit.vmm_host import GRANULE_BYTES, HostAddressSpace, HostPool
 from unit.vmm_conformance import (
     BUDGET_EXTENTS,
     AddressSpaceConformance,
+    MappedRig,
     Rig,
     done,
     two_strip_layout,
 )
 
 
-class HostRig(Rig):
+class HostRig(MappedRig):
     def __init__(self, directory: Path) -> None:
         self.layout = two_strip_layout(GRANULE_BYTES)
         self.pool = HostPool(directory / "host_pool", BUDGET_EXTENTS * self.layout.extent_bytes)
 
     def make(self) -> HostAddressSpace:
         return HostAddressSpace(self.layout, device="host", pool=self.pool)
-
-    def write(self, space: AddressSpace, extent: int) -> None:
-        for offset, length in space.layout.runs(extent):
-            ctypes.memset(space.address + offset, 0xA5, length)
-
-    def is_zero(self, space: AddressSpace, extent: int) -> bool:
-        return not any(
-            any(ctypes.string_at(space.address + offset, length))
-            for offset, length in space.layout.runs(extent)
-        )
 
     def close(self) -> None:
         assert self.pool.booked_bytes == 0

@@ -6,6 +6,7 @@ space on a budget shared with others, and how to touch an extent's bytes.
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,20 @@ class Rig(ABC):
 
 def done(*extents: int) -> BatchResult:
     return BatchResult(done=extents)
+
+
+class MappedRig(Rig):
+    """A rig whose extents are memory of this process."""
+
+    def write(self, space: AddressSpace, extent: int) -> None:
+        for offset, length in space.layout.runs(extent):
+            ctypes.memset(space.address + offset, 0x5A, length)
+
+    def is_zero(self, space: AddressSpace, extent: int) -> bool:
+        return not any(
+            any(ctypes.string_at(space.address + offset, length))
+            for offset, length in space.layout.runs(extent)
+        )
 
 
 class AddressSpaceConformance(ABC):

@@ -102,7 +102,6 @@ class ElasticScheduler:
         ahead = AHEAD_STEPS * self.kvadmit_tokens_per_step
         self.kvadmit_step = StepNotes(
             self.kvadmit,
-            engine.coordinator.port,
             coordinator,
             self.kvadmit_failures,
             ahead=sum(ceil_div(ahead, size) for size, _ in self.kvadmit_groups),
@@ -190,7 +189,7 @@ class ElasticScheduler:
         free = queue.num_free_blocks - len(queue.cached)
         if free < running * step.ahead and not admission.wants_more:
             return False
-        return not (step.port.pressure and admission.could_give(ended_ns / 1e9))
+        return not admission.could_give(ended_ns / 1e9)
 
     def _kvadmit_after(self: Any, output: Any, now_s: float) -> None:
         """Publish what the step showed."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from kvadmit.admission import Admission
-from kvadmit.port import PoolPort
 from kvadmit.vllm.failures import Failures
 
 
@@ -31,7 +30,6 @@ class StepNotes:
         "may_hold",
         "missed",
         "orders",
-        "port",
         "queue",
         "refused",
         "seats",
@@ -42,7 +40,6 @@ class StepNotes:
     def __init__(
         self,
         admission: Admission[Any],
-        port: PoolPort,
         coordinator: Any,
         failures: Failures,
         *,
@@ -55,7 +52,6 @@ class StepNotes:
         soon; `seats`: most running requests.
         """
         self.admission = admission
-        self.port = port
         self.coordinator = coordinator
         self.orders = admission.orders
         self.queue = admission.pool.queue
