@@ -108,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
         help="keep the runs that FILE already has and make only the missing ones",
     )
     add("--plot", type=Path, default=OUT / "contention.png", metavar="FILE")
+    add("--commit", default=None, help="the tree's commit, where git is not at hand")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     return made
 
@@ -169,7 +170,11 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 110)
     try:
         files = ResultFiles(
-            arguments.json, seed=setup.seed, workload=setup.workload(), append=arguments.append
+            arguments.json,
+            seed=setup.seed,
+            workload=setup.workload(),
+            append=arguments.append,
+            tree=arguments.commit,
         )
         asyncio.run(run_all(setup, arguments.policy, arguments.repeats, files, console, OUT))
     except (InstanceError, StaleResultError) as error:

@@ -118,12 +118,15 @@ class ResultFiles:
     be of the same workload and seed, else StaleResultError names what differs.
     """
 
-    def __init__(self, path: Path, *, seed: int, workload: Json, append: bool) -> None:
+    def __init__(
+        self, path: Path, *, seed: int, workload: Json, append: bool, tree: str | None = None
+    ) -> None:
+        """`tree`: the commit that is run, where git cannot say it."""
         self.path = path
         self.samples_path = path.with_suffix(".samples.json")
         self.result: Json = {
             "schema": SCHEMA,
-            "commit": commit(),
+            "commit": tree or commit(),
             "seed": seed,
             "hardware": hardware(),
             "versions": versions(),

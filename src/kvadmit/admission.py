@@ -23,8 +23,8 @@ HELD_STEPS_MAX = 2
 """Most steps in a row in which a running request is held instead of preempted."""
 REFRESH_S = 0.050
 """Levels that ask for nothing new are posted within this time while others wait."""
-REFRESH_SLOW_S = 0.500
-"""The same while nobody could use the news."""
+REFRESH_SLOW_S = 2.0
+"""Levels that nobody could use, and needs a little above the posted, are posted within this."""
 LATENCY_S = 0.020
 """Growth latency assumed before the first growth was seen."""
 LATENCY_DECAY = 0.9
@@ -339,7 +339,7 @@ class Admission(Generic[B]):
         that waits itself: nothing is taken from it.
         """
         posted = self._posted
-        if levels.need_total != posted.need_total:
+        if self._needs_otherwise(levels):
             return True
         if (self._port.pressure and not levels.need_total) or now_s - self._posted_s > (
             REFRESH_SLOW_S
@@ -348,6 +348,17 @@ class Admission(Generic[B]):
         # A want below what is resident asks for nothing, whatever it is.
         want = max(levels.want_total, levels.resident) - max(posted.want_total, posted.resident)
         return abs(want) * AHEAD_SHARE > levels.resident
+
+    def _needs_otherwise(self, levels: PoolLevels) -> bool:
+        """Whether the need is smaller, and less would do, or new, or twice what was posted.
+
+        One a little greater can wait: what was posted is given as a whole, and then the rest
+        is asked for at once.
+        """
+        need, posted = levels.need_total, self._posted.need_total
+        if need <= posted:
+            return need < posted
+        return not posted or need - levels.resident >= 2 * (posted - levels.resident)
 
     def _post(self, levels: PoolLevels, now_s: float) -> None:
         self._posted = levels

@@ -91,6 +91,22 @@ def test_a_need_that_is_over_is_taken_back_at_the_next_look() -> None:
     assert not bench.admission.needs_more
 
 
+def test_a_need_is_corrected_at_once_when_less_or_twice_and_late_when_a_little_more() -> None:
+    bench = Bench(prefix=2)
+    bench.use(7)
+
+    def shown(now_s: float, extents: int) -> list[Any]:
+        return bench.publish(now_s, missing=extents * WHOLE, low=40 * WHOLE)
+
+    assert the_one(shown(0.0, 8)).need_total == 2 + 8
+    assert the_one(shown(0.1, 7)).need_total == 2 + 7
+    assert shown(0.2, 13) == []
+    assert the_one(shown(0.3, 14)).need_total == 2 + 14
+    assert shown(0.4, 14) == []
+    assert shown(0.5, 15) == []
+    assert the_one(shown(0.5 + REFRESH_SLOW_S, 15)).need_total == 2 + 15
+
+
 def test_a_low_watermark_is_a_want_and_brings_an_eighth_more() -> None:
     bench = Bench(prefix=32)
     bench.publish(0.0)

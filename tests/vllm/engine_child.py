@@ -46,7 +46,7 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Carry out one request."""
     match request["op"]:
         case "generate":
-            return generate(llm, request["prompts"], request["tokens"], request.get("tops", 0))
+            return generate(llm, request["prompts"], request["tokens"])
         case "status":
             return status(llm)
         case "reset":
@@ -63,16 +63,11 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(other)
 
 
-def generate(llm: Any, prompts: list[list[int]], tokens: int, tops: int = 0) -> dict[str, Any]:
-    """Return greedy token ids, why each request ended, and what vLLM says of a failure.
-
-    With `tops`, also that many likeliest ids at each position, as [id, log-probability].
-    """
+def generate(llm: Any, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Return greedy token ids, why each request ended, and what vLLM says of a failure."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=tops or None
-    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
     )
@@ -81,10 +76,6 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int, tops: int = 0) -> 
         "ids": [list(one.token_ids) for one in first],
         "finish": [one.finish_reason for one in first],
         "stop": [one.stop_reason for one in first],
-        "tops": [
-            [[[i, top.logprob] for i, top in at.items()] for at in one.logprobs or ()]
-            for one in first
-        ],
     }
 
 

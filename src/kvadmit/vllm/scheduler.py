@@ -26,7 +26,7 @@ from kvadmit.vllm.windows import WindowPins, windowed_managers
 
 WAITERS_SEEN = 32
 """How many waiters count for what the pool would like to have."""
-LOOK_S = 0.25
+LOOK_S = 1.0
 """Levels that ask for what was asked for already are counted anew within this time."""
 PARK_S_MAX = 1.0
 """Bounds the wait should a wake-up ever be lost."""
