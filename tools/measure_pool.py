@@ -77,7 +77,7 @@ def main() -> None:
     admission = Admission(pool, port, ceiling=EXTENTS)
 
     def step() -> None:
-        if admission.orders or admission.behind:
+        if admission.orders or pool.queue.freed > admission.give_after:
             admission.drain(1.0)
         admission.publish(1.0, running=64, waiting=0, missing=0, low=EXTENT_BLOCKS)
 

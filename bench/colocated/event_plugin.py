@@ -54,4 +54,5 @@ def held_extents(coordinator: Coordinator) -> int:
 def restart(coordinator: Coordinator, admission: Admission[Any]) -> None:
     """Forget the samples seen so far. The scheduler's thread."""
     admission.wait, admission.wait_moving = WaitHistogram(), WaitHistogram()
+    admission.overlapped = WaitHistogram()
     coordinator._histograms = {name: Histogram() for name in coordinator._histograms}

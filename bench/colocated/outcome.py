@@ -24,6 +24,7 @@ SPREADS: dict[str, tuple[str, ...]] = {
     "grow_latency_s": ("p50", "p99"),
     "grant_wait_s": ("p50", "p99"),
     "scheduler_wait_us": ("p50", "p99", "max"),
+    "scheduler_overlapped_us": ("p50", "p99", "max"),
 }
 """What the policies time, and the figures of each that are reported."""
 

@@ -32,7 +32,11 @@ def parse(answer: dict[str, Any]) -> Status:
     """Return the parts of a status that the bench uses; what it does not have is None."""
     coordinator, pool = answer["coordinator"], answer["pool"]
     counters = {**coordinator["counters"], **pool}
-    spreads = {**coordinator["histograms"], "scheduler_wait_us": _scheduler_wait(pool)}
+    spreads = {
+        **coordinator["histograms"],
+        "scheduler_wait_us": _scheduler_wait(pool),
+        "scheduler_overlapped_us": pool.get("scheduler_overlapped_us"),
+    }
     return Status(
         counts={name: counters.get(name) for name in COUNTS},
         spreads={name: spreads.get(name) for name in SPREADS},

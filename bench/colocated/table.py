@@ -152,6 +152,7 @@ _SECTIONS: list[tuple[str, list[tuple[str, Figure, Show]]]] = [
             ("scheduler wait p50", worst("scheduler_wait_us", "p50"), _microseconds),
             ("scheduler wait p99", worst("scheduler_wait_us", "p99"), _microseconds),
             ("scheduler wait max", worst("scheduler_wait_us", "max"), _microseconds),
+            ("scheduler overlapped p99", worst("scheduler_overlapped_us", "p99"), _microseconds),
             ("most held by one instance", worst("peak_held_bytes"), _bytes),
         ],
     ),

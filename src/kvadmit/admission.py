@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from kvadmit.extents import from_runs, to_runs
 from kvadmit.pool import Block, ElasticPool
-from kvadmit.port import Ceiling, Limit, PoolLevels, PoolPort, PoolReturned, Resident
+from kvadmit.port import Ceiling, PoolLevels, PoolPort, PoolReturned, Resident
 from kvadmit.units import ceil_div
 
 HELD_STEPS_MAX = 2
@@ -32,6 +32,7 @@ LATENCY_DECAY = 0.9
 AHEAD_SHARE = 8
 """A growth brings an eighth of what is resident beside what it was asked for, so that there
 are few of them; a want changed by less than that is not worth a message."""
+_NEVER = 1 << 62
 
 B = TypeVar("B", bound=Block)
 
@@ -95,25 +96,26 @@ class Admission(Generic[B]):
         "_held_in_a_row",
         "_lack_seen",
         "_latency_s",
-        "_limit",
         "_low",
-        "_port",
         "_posted",
         "_posted_s",
         "_running",
         "_waiting",
         "_whole",
-        "behind",
         "ceiling",
+        "give_after",
         "given",
         "held_steps",
+        "limit",
         "look_s",
         "missing",
         "needs_more",
         "needs_posted",
         "no_slot_steps",
         "orders",
+        "overlapped",
         "pool",
+        "port",
         "posts",
         "step",
         "wait",
@@ -132,14 +134,18 @@ class Admission(Generic[B]):
         self.posts = 0
         """Levels posted: each wakes the coordinator's thread."""
         self.wait = WaitHistogram()
-        """Our time on the scheduler thread, of steps that moved no blocks."""
+        """How long a step waited for us, of steps that moved no blocks."""
         self.wait_moving = WaitHistogram()
         """The same of steps that moved some."""
-        self._port = port
+        self.overlapped = WaitHistogram()
+        """Our time on the scheduler thread that no step waited for: the workers ran one then, or
+        there was none to run."""
+        self.port = port
         self.orders = port.orders
         """The coordinator's orders that `drain` has not applied: to look whether there is any."""
         self._whole = pool.extent_blocks
-        self._limit = pool.extents
+        self.limit = port.limit
+        """The most extents to keep, as of the last time anybody looked at the port's."""
         self._running = 0
         self._waiting = 0
         self.missing = 0
@@ -153,8 +159,9 @@ class Admission(Generic[B]):
         """When levels that ask for nothing new are next looked at."""
         self._latency_s = LATENCY_S
         self._held_in_a_row = 0
-        self.behind = False
-        """More extents are resident than the coordinator allows: the next step goes on."""
+        self.give_after = _NEVER
+        """While more extents are resident than allowed: at more `freed` of the queue than this a
+        step can give some up."""
         self.needs_posted = False
         """A need was posted: to be taken back once nobody has it any more."""
         self.given = 0
@@ -168,25 +175,35 @@ class Admission(Generic[B]):
         """Apply the coordinator's orders; returns how many blocks moved, in either direction."""
         moved = 0
         if self.orders:
-            for order in self._port.take():
+            for order in self.port.take():
                 match order:
                     case Resident():
                         moved += self.pool.grow(from_runs(order.extents))
                         self._learn_latency(order.took_s)
-                    case Limit():
-                        self._limit = order.extents
                     case Ceiling():
                         self.ceiling = order.extents
-        if self.pool.resident > self._limit:
-            moved += self._withdraw(now_s)
-        self.behind = self.pool.resident > self._limit
+        self.limit = self.port.limit
+        self.give_after = _NEVER
+        if self.pool.resident > self.limit:
+            given = self._withdraw(now_s)
+            moved += given
+            if self.pool.resident > self.limit:
+                # What one step may move is bounded: after some there may be more at once.
+                self.give_after = self.pool.queue.freed - (given > 0)
         self._compare()
         return moved
+
+    def heed_limit(self) -> None:
+        """Take note of a new limit, and whether the next drain could come nearer to it."""
+        self.limit = self.port.limit
+        queue = self.pool.queue
+        above = self.pool.resident > self.limit
+        self.give_after = queue.freed - (not queue.none_whole) if above else _NEVER
 
     def drain_idle(self, now_s: float) -> int:
         """Apply orders while nothing runs, to the end: no step comes that would go on."""
         total = moved = self.drain(now_s)
-        while moved and self.pool.resident > self._limit:
+        while moved and self.pool.resident > self.limit:
             moved = self.drain(now_s)
             total += moved
         if total:
@@ -194,13 +211,13 @@ class Admission(Generic[B]):
         return total
 
     def _withdraw(self, now_s: float) -> int:
-        taken = self.pool.withdraw(self._limit)
+        taken = self.pool.withdraw(self.limit)
         if not taken:
             return 0
         moved = len(taken) * self.pool.extent_blocks
         # The lower level first, so that what is returned does not look like a lack of it.
         self.flush(now_s)
-        self._port.post(PoolReturned(to_runs(taken), self.step))
+        self.port.post(PoolReturned(to_runs(taken), self.step))
         return moved
 
     def _learn_latency(self, took_s: float) -> None:
@@ -222,15 +239,13 @@ class Admission(Generic[B]):
     def could_give(self, now_s: float) -> bool:
         """Whether more could be given up, while somebody waits, than was posted."""
         return (
-            self._port.pressure
-            and now_s >= self.look_s
-            and self.pool.queue.about_whole > self.given
+            self.port.pressure and now_s >= self.look_s and self.pool.queue.about_whole > self.given
         )
 
     @property
     def bytes_coming(self) -> bool:
         """Whether a growth is under way that somebody who missed blocks needs."""
-        return self._port.hold_until_s > 0
+        return self.port.hold_until_s > 0
 
     def may_hold(self, now_s: float) -> bool:
         """Whether a running request without slots is better held than preempted.
@@ -238,7 +253,7 @@ class Admission(Generic[B]):
         Only while bytes are on their way, and at most HELD_STEPS_MAX steps in a row. Counts
         the step as held when it says yes: ask once per step.
         """
-        if self._port.hold_until_s <= now_s or self._held_in_a_row >= HELD_STEPS_MAX:
+        if self.port.hold_until_s <= now_s or self._held_in_a_row >= HELD_STEPS_MAX:
             return False
         self._held_in_a_row += 1
         self.held_steps += 1
@@ -246,7 +261,7 @@ class Admission(Generic[B]):
 
     def hold_left_s(self, now_s: float) -> float:
         """Return how long bytes on their way are still worth waiting for."""
-        return max(0.0, self._port.hold_until_s - now_s)
+        return max(0.0, self.port.hold_until_s - now_s)
 
     def fits_never(self, blocks: int) -> bool:
         """Whether a request of `blocks` blocks exceeds what this instance can ever get."""
@@ -291,7 +306,7 @@ class Admission(Generic[B]):
         """Count a scheduled step: `missed` some slots, `held` a running request."""
         if not held:
             self._held_in_a_row = 0
-        if missed and not self._port.hold_until_s:
+        if missed and not self.port.hold_until_s:
             self.no_slot_steps += 1
 
     def flush(self, now_s: float) -> None:
@@ -341,7 +356,7 @@ class Admission(Generic[B]):
         posted = self._posted
         if self._needs_otherwise(levels):
             return True
-        if (self._port.pressure and not levels.need_total) or now_s - self._posted_s > (
+        if (self.port.pressure and not levels.need_total) or now_s - self._posted_s > (
             REFRESH_SLOW_S
         ):
             return levels != posted
@@ -368,7 +383,7 @@ class Admission(Generic[B]):
         self.given = levels.free + levels.cached
         self.needs_posted = levels.need_total > 0
         self._compare()
-        self._port.post(levels)
+        self.port.post(levels)
 
     def _compare(self) -> None:
         """Tell whether what was posted asks for more than is resident, or no more can be.
@@ -389,10 +404,11 @@ class Admission(Generic[B]):
             "no_slot_steps": self.no_slot_steps,
             "scheduler_wait_us": self.wait.summary_us(),
             "scheduler_wait_moving_us": self.wait_moving.summary_us(),
+            "scheduler_overlapped_us": self.overlapped.summary_us(),
             "levels_posted": self.posts,
             "growth_latency_s": self._latency_s,
             "resident_extents": self.pool.resident,
-            "limit_extents": self._limit,
+            "limit_extents": min(self.limit, self.pool.extents),
             "ceiling_extents": self.ceiling,
             "step": self.step,
         }

@@ -64,11 +64,13 @@ class ElasticQueue(Generic[B]):
         "_free",
         "_rank",
         "_ranked",
+        "_settled",
         "_stamp",
         "_uncached",
         "cached",
         "extent_blocks",
         "extents",
+        "freed",
         "num_free_blocks",
     )
 
@@ -79,6 +81,10 @@ class ElasticQueue(Generic[B]):
                 f"{len(blocks)} blocks are not a whole number of extents of {extent_blocks}"
             )
         self.num_free_blocks = 0
+        self.freed = 0
+        """How often blocks were put back, added or unpinned: only then an extent becomes whole."""
+        self._settled = 0
+        """`freed` as of the last `_settle`."""
         self.extent_blocks = extent_blocks
         self.extents = len(blocks) // extent_blocks
         self._blocks = blocks
@@ -176,6 +182,7 @@ class ElasticQueue(Generic[B]):
             stamp[extent] = clock
             note(extent)
         self.num_free_blocks += len(blocks)
+        self.freed += 1
 
     def prepend_n(self, blocks: Sequence[B]) -> None:
         """Put uncached blocks back; within an extent the first of them is taken first."""
@@ -187,6 +194,7 @@ class ElasticQueue(Generic[B]):
             free[extent] += 1
             note(extent)
         self.num_free_blocks += len(blocks)
+        self.freed += 1
 
     def get_all_free_blocks(self) -> list[B]:
         """Return every free block, about in the order of handing out."""
@@ -217,6 +225,7 @@ class ElasticQueue(Generic[B]):
         self._free[extent] = len(stack)
         self._changed.add(extent)
         self.num_free_blocks += len(stack)
+        self.freed += 1
         return len(stack)
 
     def take_extent(self, extent: int, evict: Callable[[B], object]) -> None:
@@ -250,6 +259,11 @@ class ElasticQueue(Generic[B]):
     def about_whole(self) -> int:
         """Wholly free extents, pinned or not, as of the last hand-out; exact counts cost more."""
         return len(self._ranked[_EMPTY]) + len(self._cache_only)
+
+    @property
+    def none_whole(self) -> bool:
+        """Whether surely no extent is wholly free; costs nothing, and a no may be wrong."""
+        return self._settled == self.freed and not self._ranked[_EMPTY] and not self._cache_only
 
     def last_cached(self, extent: int) -> int:
         """Return when a cached block last came back to `extent`; smaller is longer ago."""
@@ -295,6 +309,7 @@ class ElasticQueue(Generic[B]):
     def _settle(self) -> None:
         """Bring the ranks up to date for every extent that changed."""
         changed = self._changed
+        self._settled = self.freed
         if changed:
             self._choose_again = True
         if self._current >= 0:
@@ -438,6 +453,7 @@ class ElasticPool(Generic[B]):
             self._pins[extent] = left
         else:
             del self._pins[extent]
+            self.queue.freed += 1
 
     def levels(self) -> Holdings:
         """Return what the pool has now; pinned extents count as used."""

@@ -17,6 +17,9 @@ import msgspec
 
 from kvadmit.messages import Runs
 
+NO_LIMIT = 1 << 62
+"""Extents that no pool has."""
+
 
 class Resident(msgspec.Struct, frozen=True):
     """Coordinator to pool: every rank has committed these extents; hand their blocks out.
@@ -29,7 +32,10 @@ class Resident(msgspec.Struct, frozen=True):
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """Coordinator to pool: keep at most this many extents (level; the newest wins)."""
+    """Coordinator to pool: keep at most this many extents (level; the newest wins).
+
+    Read from `PoolPort.limit`, not from `take`.
+    """
 
     extents: int
 
@@ -65,7 +71,8 @@ class PoolReturned(msgspec.Struct, frozen=True):
     fence: int
 
 
-PoolOrder = Resident | Limit | Ceiling
+QueuedOrder = Resident | Ceiling
+PoolOrder = QueuedOrder | Limit
 PoolEvent = PoolLevels | PoolReturned
 
 
@@ -73,11 +80,11 @@ class PoolPort:
     """One instance's port. `take` and `post` belong to the scheduler thread, the rest to
     the coordinator thread.
 
-    `orders`: what `take` would return; to be looked at, not changed. `hold_until_s` (monotonic
-    seconds, written by the coordinator, read by the scheduler): until then granted bytes are on
-    their way and a running request is better held than preempted; 0 when nothing is. `pressure`
-    (same direction): another instance waits for memory, so what the pool could give up is worth
-    a message.
+    `orders`: what `take` would return; to be looked at, not changed. Words that the coordinator
+    writes and the scheduler reads: `limit`, the newest `Limit`, which is a level and needs no
+    queue; `hold_until_s` (monotonic seconds): until then granted bytes are on their way and a
+    running request is better held than preempted, 0 when nothing is; `pressure`: another
+    instance waits for memory, so what the pool could give up is worth a message.
     """
 
     __slots__ = (
@@ -85,6 +92,7 @@ class PoolPort:
         "_wake_coordinator",
         "_wake_pool",
         "hold_until_s",
+        "limit",
         "orders",
         "pressure",
     )
@@ -92,18 +100,19 @@ class PoolPort:
     def __init__(
         self, *, wake_pool: Callable[[], None], wake_coordinator: Callable[[], None]
     ) -> None:
-        self.orders: deque[PoolOrder] = deque()
+        self.orders: deque[QueuedOrder] = deque()
         self._events: deque[PoolEvent] = deque()
         self._wake_pool = wake_pool
         self._wake_coordinator = wake_coordinator
+        self.limit = NO_LIMIT
         self.hold_until_s = 0.0
         self.pressure = False
 
     # scheduler thread
 
-    def take(self) -> list[PoolOrder]:
+    def take(self) -> list[QueuedOrder]:
         """Return the coordinator's orders since the last call, oldest first."""
-        taken: list[PoolOrder] = []
+        taken: list[QueuedOrder] = []
         while self.orders:
             taken.append(self.orders.popleft())
         return taken
@@ -117,7 +126,10 @@ class PoolPort:
 
     def give(self, order: PoolOrder) -> None:
         """Hand an order to the pool and wake an idle or parked engine; never blocks."""
-        self.orders.append(order)
+        if isinstance(order, Limit):
+            self.limit = order.extents
+        else:
+            self.orders.append(order)
         self._wake_pool()
 
     def collect(self) -> list[PoolEvent]:

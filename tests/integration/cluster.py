@@ -30,7 +30,7 @@ from kvadmit.config import Settings
 from kvadmit.coordinator import Coordinator
 from kvadmit.extents import from_runs, to_runs
 from kvadmit.geometry import ExtentPlan
-from kvadmit.port import Ceiling, Limit, PoolLevels, PoolReturned, Resident
+from kvadmit.port import NO_LIMIT, Ceiling, PoolLevels, PoolReturned, Resident
 from kvadmit.rundir import ArbiterLock, RunDir
 from kvadmit.vmm import ExtentLayout, Strip
 from kvadmit.vmm_host import GRANULE_BYTES, HostAddressSpace, HostPool
@@ -53,7 +53,7 @@ class ScriptedPool:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.resident: set[int] = set()
-        self.limit = 1 << 30
+        self.limit = NO_LIMIT
         self.ceiling = 0
         self.used = 0
         self.wanted = 0
@@ -115,10 +115,9 @@ class ScriptedPool:
                 match order:
                     case Resident():
                         self.resident.update(from_runs(order.extents))
-                    case Limit():
-                        self.limit = order.extents
                     case Ceiling():
                         self.ceiling = order.extents
+            self.limit = port.limit
             over = len(self.resident) - max(self.limit, self.used, 1)
             if over > 0:
                 gone = sorted(self.resident)[-over:]

@@ -45,6 +45,10 @@ class Bench:
     def use(self, blocks: int) -> list[Block]:
         return self.pool.queue.popleft_n(blocks)
 
+    def can_give(self) -> bool:
+        """Whether the next step drains because of a limit it could come nearer to."""
+        return self.pool.queue.freed > self.admission.give_after
+
 
 def the_one(posted: list[Any]) -> PoolLevels:
     (levels,) = posted
@@ -191,7 +195,7 @@ def test_a_lowered_limit_takes_extents_back_behind_the_last_step() -> None:
     assert levels == the_one([levels])
     assert levels.resident == 5
     assert returned == PoolReturned(((5, 3),), 17)
-    assert not bench.admission.behind
+    assert not bench.can_give()
 
 
 def test_levels_beside_a_withdrawal_tell_of_now_not_of_the_last_step_that_was_looked_at() -> None:
@@ -212,10 +216,38 @@ def test_a_limit_goes_on_as_extents_come_free() -> None:
     taken = bench.use(4 * WHOLE - 1)
     bench.port.give(Limit(2))
     assert bench.admission.drain(0.0) == 0
-    assert bench.admission.behind
+    assert not bench.can_give()
     bench.pool.queue.prepend_n(taken)
+    assert bench.can_give()
     assert bench.admission.drain(0.1) == 2 * WHOLE
     assert bench.pool.resident == 2
+    bench.pool.queue.prepend_n(bench.use(1))
+    assert not bench.can_give()
+
+
+def test_a_limit_goes_on_at_once_after_all_that_one_step_may_move() -> None:
+    blocks = 256 * 8
+    pool: ElasticPool[Block] = ElasticPool(
+        [Block(number) for number in range(blocks)], 128, lambda _: None, prefix=16
+    )
+    port = PoolPort(wake_pool=lambda: None, wake_coordinator=lambda: None)
+    admission = Admission(pool, port, ceiling=16)
+    port.give(Limit(12))
+    assert admission.drain(0.0) == 256
+    assert pool.queue.freed > admission.give_after
+    assert admission.drain(0.1) == 256
+    assert pool.queue.freed <= admission.give_after
+
+
+def test_a_limit_goes_on_when_a_pin_is_gone() -> None:
+    bench = Bench(prefix=2)
+    bench.pool.pin(1)
+    bench.port.give(Limit(1))
+    assert bench.admission.drain(0.0) == 0
+    assert not bench.can_give()
+    bench.pool.unpin(1)
+    assert bench.can_give()
+    assert bench.admission.drain(0.1) == WHOLE
 
 
 def test_an_idle_engine_is_drained_to_the_end() -> None:

@@ -44,6 +44,7 @@ INSTANCE_KEYS = [
     "grow_latency_s",
     "grant_wait_s",
     "scheduler_wait_us",
+    "scheduler_overlapped_us",
     "peak_held_bytes",
     "engine_core_device_bytes",
 ]

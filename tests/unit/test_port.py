@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvadmit.port import (
+    NO_LIMIT,
     Ceiling,
     Limit,
     PoolEvent,
@@ -36,7 +37,7 @@ def test_orders_come_out_once_and_in_order_and_wake_the_pool() -> None:
     wakes = Wakes()
     port = wakes.port()
     assert port.take() == []
-    orders: list[PoolOrder] = [Ceiling(9), Resident(((1, 2),)), Limit(3)]
+    orders: list[PoolOrder] = [Ceiling(9), Resident(((1, 2),)), Ceiling(3)]
     for order in orders:
         port.give(order)
     assert port.orders
@@ -64,12 +65,23 @@ def test_an_order_is_in_the_port_before_the_pool_is_woken() -> None:
     """A woken engine looks once and parks again: what it does not see then is lost."""
     seen: list[object] = []
     port = PoolPort(
-        wake_pool=lambda: seen.extend(port.take()),
+        wake_pool=lambda: seen.extend([*port.take(), port.limit]),
         wake_coordinator=lambda: seen.extend(port.collect()),
     )
-    port.give(Limit(3))
+    port.give(Ceiling(3))
+    port.give(Limit(2))
     port.post(PoolLevels(resident=3))
-    assert seen == [Limit(3), PoolLevels(resident=3)]
+    assert seen == [Ceiling(3), NO_LIMIT, 2, PoolLevels(resident=3)]
+
+
+def test_a_limit_is_a_level_and_waits_in_no_queue() -> None:
+    wakes = Wakes()
+    port = wakes.port()
+    assert port.limit == NO_LIMIT
+    for extents in (5, 3):
+        port.give(Limit(extents))
+    assert (port.limit, wakes.pool) == (3, 2)
+    assert port.take() == []
 
 
 def test_nothing_is_held_at_first() -> None:
@@ -89,7 +101,7 @@ def test_two_threads_lose_and_double_nothing() -> None:
     reader = threading.Thread(target=drain)
     reader.start()
     for number in range(total):
-        port.give(Limit(number))
+        port.give(Ceiling(number))
     done.set()
     reader.join()
-    assert taken == [Limit(number) for number in range(total)]
+    assert taken == [Ceiling(number) for number in range(total)]

@@ -53,11 +53,14 @@ class Output(SimpleNamespace):
 class Base:
     """As much of vLLM's scheduler as the mixin touches."""
 
-    def __init__(self, prefix: int, wait_s: float) -> None:
+    def __init__(self, prefix: int, wait_s: float, executor: str) -> None:
         spec = SimpleNamespace(max_memory_usage_bytes=lambda _: 1 << 20, page_size_bytes=1)
         manager = SimpleNamespace(block_size=SIZE, kv_cache_spec=spec, req_to_blocks={})
         blocks = [Block(number) for number in range(EXTENTS * WHOLE)]
-        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+        self.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=8),
+            parallel_config=SimpleNamespace(distributed_executor_backend=executor),
+        )
         self.running: list[Any] = []
         self.waiting = Queue()
         self.finished: list[tuple[str, Any]] = []
@@ -78,6 +81,9 @@ class Base:
         tokens = self.script()
         scheduled = {one.request_id: 1 for one in self.running} if tokens else {}
         return Output(total_num_scheduled_tokens=tokens, num_scheduled_tokens=scheduled)
+
+    def get_grammar_bitmask(self, output: Output) -> str:
+        return f"bitmask of {output.kvadmit_step}"
 
     def _request_blocks_can_be_freed(self, request: Any) -> bool:
         return self.freeable
@@ -106,8 +112,8 @@ class Elastic(module.ElasticScheduler, Base):
 
     kvadmit: Admission[Any]
 
-    def __init__(self, prefix: int = 4, wait_s: float = 60.0) -> None:
-        Base.__init__(self, prefix, wait_s)
+    def __init__(self, prefix: int = 4, wait_s: float = 60.0, executor: str = "uni") -> None:
+        Base.__init__(self, prefix, wait_s, executor)
         self.port = PoolPort(wake_pool=lambda: None, wake_coordinator=lambda: None)
         plan = SimpleNamespace(
             extent_blocks=WHOLE,
@@ -194,6 +200,78 @@ def test_a_withdrawal_carries_the_last_scheduled_step_as_its_fence() -> None:
     (returned,) = [event for event in elastic.port.collect() if isinstance(event, PoolReturned)]
     assert returned == PoolReturned(((2, 2),), 5)
     assert elastic.kv_cache_manager.block_pool.num_gpu_blocks == 2 * WHOLE
+
+
+def short_of_blocks(executor: str) -> Elastic:
+    """Return an engine whose next steps find a request without slots."""
+    elastic = Elastic(prefix=2, executor=executor)
+    elastic.running.append(request("a"))
+    elastic.kvadmit.pool.queue.popleft_n(2 * WHOLE - 1)
+
+    def preempt() -> int:
+        elastic._request_blocks_can_be_freed(elastic.running[0])
+        return 1
+
+    elastic.script = preempt
+    return elastic
+
+
+def test_in_one_process_a_step_tells_what_it_showed_before_the_model_runs() -> None:
+    elastic = short_of_blocks("uni")
+    elastic.schedule()
+    assert elastic.posted().running == 1
+    assert elastic.kvadmit.overlapped.count == 0
+
+
+def test_workers_have_the_step_before_it_tells_what_it_showed() -> None:
+    elastic = short_of_blocks("mp")
+    output = elastic.schedule()
+    assert elastic.port.collect() == []
+    assert elastic.get_grammar_bitmask(output) == "bitmask of 1"
+    assert elastic.posted().running == 1
+    assert elastic.kvadmit.overlapped.count == 1
+    assert elastic.get_grammar_bitmask(output) == "bitmask of 1"
+    assert elastic.kvadmit.overlapped.count == 1
+
+
+def test_what_a_step_showed_is_told_by_the_next_at_the_latest() -> None:
+    elastic = short_of_blocks("mp")
+    elastic.schedule()
+    elastic.schedule()
+    assert elastic.posted().running == 1
+    assert elastic.kvadmit.overlapped.count == 1
+
+
+def test_a_step_that_schedules_nothing_tells_at_once_because_no_worker_gets_it() -> None:
+    elastic = short_of_blocks("mp")
+    elastic.script = lambda: 0
+    elastic.schedule()
+    assert elastic.posted().running == 1
+
+
+def test_a_limit_that_nothing_can_be_given_for_costs_no_drain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    elastic = Elastic(prefix=4)
+    elastic.running.append(request("a"))
+    taken = elastic.kvadmit.pool.queue.popleft_n(4 * WHOLE - 1)
+    drains: list[float] = []
+    drain = Admission.drain
+
+    def counted(self: Admission[Any], now_s: float) -> int:
+        drains.append(now_s)
+        return drain(self, now_s)
+
+    monkeypatch.setattr(Admission, "drain", counted)
+    elastic.schedule()
+    elastic.port.give(Limit(3))
+    elastic.schedule()
+    elastic.schedule()
+    assert drains == []
+    elastic.kvadmit.pool.queue.prepend_n(taken)
+    elastic.schedule()
+    assert len(drains) == 1
+    assert elastic.kvadmit.pool.resident == 3
 
 
 def test_a_refused_waiter_becomes_a_need_of_exactly_what_it_lacks() -> None:

@@ -83,7 +83,7 @@ def _may_run(vllm_config: Any, settings: Settings) -> bool:
         shapes.check_installed(vllm.__version__, str(Path(vllm.__file__).parent))
         gates.check_supported(vllm_config, current_platform.device_type)
         if current_platform.device_type != "cpu":
-            logger.warning("kvadmit is new on GPUs: tokens are not yet shown to equal stock vLLM's")
+            logger.warning("kvadmit is new on GPUs and not for production there yet")
     except UnsupportedError as error:
         if settings.require:
             raise

@@ -106,6 +106,7 @@ class ElasticScheduler:
             self.kvadmit_failures,
             ahead=sum(ceil_div(ahead, size) for size, _ in self.kvadmit_groups),
             seats=self.vllm_config.scheduler_config.max_num_seqs,
+            overlaps=self.vllm_config.parallel_config.distributed_executor_backend == "mp",
         )
         self.kvadmit_last_s = 0.0
         self.kvadmit_last_step = 0
@@ -123,13 +124,18 @@ class ElasticScheduler:
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Schedule one step, and do the pool's part before and after.
 
-        The fence of what is withdrawn before a step is the last step that could name it.
+        The fence of what is withdrawn before a step is the last step that could name it. What
+        the step showed can wait until the workers have it, where they are other processes.
         """
         began_ns = time.monotonic_ns()
         step: StepNotes = self.kvadmit_step
         admission = step.admission
         moved = 0
-        if step.orders or admission.behind or step.failing or step.lost:
+        if step.later is not None:
+            self._kvadmit_tell()  # nobody asked for a bitmask
+        if step.port.limit != admission.limit:
+            admission.heed_limit()
+        if step.orders or step.queue.freed > admission.give_after or step.failing or step.lost:
             moved = self._kvadmit_before(began_ns / 1e9)
         if step.showed:
             step.forget()
@@ -144,13 +150,33 @@ class ElasticScheduler:
         ran = output.total_num_scheduled_tokens > 0
         admission.step += ran
         output.kvadmit_step = admission.step
-        if not ran or not self._kvadmit_nothing_new(step, vllm_ended_ns):
+        if not ran:
             self._kvadmit_after(output, vllm_ended_ns / 1e9)
+        elif not self._kvadmit_nothing_new(step, vllm_ended_ns):
+            if step.overlaps:
+                step.later = output
+            else:
+                self._kvadmit_after(output, vllm_ended_ns / 1e9)
         took_ns = vllm_began_ns - began_ns + time.monotonic_ns() - vllm_ended_ns
-        (admission.wait_moving if moved else admission.wait).add(took_ns + step.inside_ns)
+        wait = admission.wait_moving if moved else admission.wait
+        (wait if ran else admission.overlapped).add(took_ns + step.inside_ns)
         if not output.total_num_scheduled_tokens and self.kvadmit_engine.core is None:
             self._kvadmit_wait_in_process()
         return output
+
+    def get_grammar_bitmask(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tell what the step showed: vLLM asks for this once the workers have the step."""
+        if self.kvadmit_step.later is not None:
+            self._kvadmit_tell()
+        return super().get_grammar_bitmask(*args, **kwargs)  # type: ignore[misc]
+
+    def _kvadmit_tell(self: Any) -> None:
+        """Publish what the last step showed while the workers run it."""
+        began_ns = time.monotonic_ns()
+        step: StepNotes = self.kvadmit_step
+        output, step.later = step.later, None
+        self._kvadmit_after(output, began_ns / 1e9)
+        step.admission.overlapped.add(time.monotonic_ns() - began_ns)
 
     def _kvadmit_before(self: Any, now_s: float) -> int:
         """Apply orders and end hopeless requests; returns how many blocks moved."""

@@ -72,6 +72,7 @@ PLACES: tuple[Place, ...] = (
     Place("allocate_kv_cache", ("v1/worker/utils.py",)),
     Place("Scheduler.__init__", _SCHEDULER),
     Place("Scheduler.schedule", _SCHEDULER),
+    Place("Scheduler.get_grammar_bitmask", _SCHEDULER),
     Place("Scheduler.update_from_output", _SCHEDULER),
     Place("Scheduler.add_request", _SCHEDULER),
     Place("Scheduler.finish_requests", _SCHEDULER),

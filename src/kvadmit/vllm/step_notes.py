@@ -25,11 +25,14 @@ class StepNotes:
         "held_before",
         "inside",
         "inside_ns",
+        "later",
         "look_ns",
         "lost",
         "may_hold",
         "missed",
         "orders",
+        "overlaps",
+        "port",
         "queue",
         "refused",
         "seats",
@@ -45,19 +48,24 @@ class StepNotes:
         *,
         ahead: int,
         seats: int,
+        overlaps: bool,
     ) -> None:
         """Note what does not change.
 
         `coordinator`: vLLM's, of KV caches. `ahead`: most blocks that one running request takes
-        soon; `seats`: most running requests.
+        soon; `seats`: most running requests; `overlaps`: the model runs in other processes.
         """
         self.admission = admission
         self.coordinator = coordinator
+        self.port = admission.port
         self.orders = admission.orders
         self.queue = admission.pool.queue
         self.failing = failures.due
         self.ahead = ahead
         self.seats = seats
+        self.overlaps = overlaps
+        self.later: Any = None
+        """The step's output while what it showed is still to be told."""
         self.look_ns = 0
         """Until then, on the monotonic clock, a step that shows nothing new is not looked at."""
         self.lost = ""
