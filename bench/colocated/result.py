@@ -115,7 +115,8 @@ class ResultFiles:
     """The two files of one bench, rewritten after every run so that a kill loses one run.
 
     With `append`, runs already in the file are kept and need not be made again; the file must
-    be of the same workload and seed, else StaleResultError names what differs.
+    be of the same commit, machine, versions, workload and seed, else StaleResultError names
+    what differs: runs of two of them are not to be compared.
     """
 
     def __init__(
@@ -143,8 +144,8 @@ class ResultFiles:
     def _adopt(self, old: Json) -> None:
         if old.get("schema") != SCHEMA:
             raise StaleResultError(f"{self.path} has schema {old.get('schema')!r}, not {SCHEMA!r}")
-        for key in ("seed", "workload"):
-            if old[key] != self.result[key]:
+        for key in ("seed", "workload", "commit", "hardware", "versions"):
+            if _comparable(old[key]) != _comparable(self.result[key]):
                 raise StaleResultError(f"{self.path}: {_difference(key, old, self.result)}")
         self.result["runs"] = old["runs"]
 
@@ -168,6 +169,13 @@ class ResultFiles:
             fresh.write_bytes(msgspec.json.format(text, indent=1 if path == self.path else 0))
             os.replace(fresh, path)
         return entry
+
+
+def _comparable(value: Any) -> Any:
+    """Return a header's value without the memory that a machine has: some grow theirs at need."""
+    if isinstance(value, dict):
+        return {name: each for name, each in value.items() if name != "memory_bytes"}
+    return value
 
 
 def _difference(key: str, old: Json, new: Json) -> str:

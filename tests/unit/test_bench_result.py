@@ -206,6 +206,21 @@ def test_append_refuses_another_seed_or_workload(tmp_path: Path) -> None:
         ResultFiles(path, seed=3, workload=other.workload(), append=True)
 
 
+def test_append_refuses_another_commit_or_machine(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    files(path).add(outcome("static", 0))
+    with pytest.raises(StaleResultError, match="commit was .*, is 'abc'"):
+        ResultFiles(path, seed=3, workload=SETUP.workload(), append=True, tree="abc")
+    result = msgspec.json.decode(path.read_bytes())
+    result["hardware"]["memory_bytes"] += 1
+    path.write_bytes(msgspec.json.encode(result))
+    assert files(path, append=True).done("alternating", "vllm") == {("static", 0)}
+    result["hardware"]["cores"] = 512
+    path.write_bytes(msgspec.json.encode(result))
+    with pytest.raises(StaleResultError, match=r"hardware\.cores was 512, is"):
+        files(path, append=True)
+
+
 def test_scenarios_share_a_file(tmp_path: Path) -> None:
     shape = msgspec.structs.replace(SETUP.shape, scenario="symmetric")
     symmetric = msgspec.structs.replace(SETUP, shape=shape)
