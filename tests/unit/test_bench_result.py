@@ -209,7 +209,7 @@ def test_append_refuses_another_seed_or_workload(tmp_path: Path) -> None:
 def test_append_refuses_another_commit_or_machine(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     files(path).add(outcome("static", 0))
-    with pytest.raises(StaleResultError, match="commit was .*, is 'abc'"):
+    with pytest.raises(StaleResultError, match=r"commit was .*, is 'abc'"):
         ResultFiles(path, seed=3, workload=SETUP.workload(), append=True, tree="abc")
     result = msgspec.json.decode(path.read_bytes())
     result["hardware"]["memory_bytes"] += 1
