@@ -26,8 +26,10 @@ from kvadmit.units import MIB, align_down, format_bytes, parse_bytes, parse_seco
 LAYOUTS = ("auto", "stock", "LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
 """vLLM's `KVCacheLayout` names, less LHBNC, which puts heads outside blocks."""
 
-LATER_KEYS = ("weight", "cache", "mps")
+LATER_KEYS = ("weight", "cache")
 """Keys of the design that later releases will read."""
+
+MPS_WORDS = ("require", "ignore")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _SIZE_TEXT = 'a size like "4GiB", "64MiB" or a number of bytes'
@@ -81,6 +83,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     margin: int | None = None
     start: int | None = None
     layout: str = "auto"
+    mps: str = "require"
     idle_decay_s: float = 30.0
     wait_s: float = 120.0
     reclaim_s: float = 5.0
@@ -138,6 +141,12 @@ def _read_layout(key: str, value: object) -> str:
         if isinstance(value, str) and value.lower() == layout.lower():
             return layout
     raise ConfigError(key, value, ", ".join(LAYOUTS))
+
+
+def _read_mps(key: str, value: object) -> str:
+    if value in MPS_WORDS:
+        return str(value)
+    raise ConfigError(key, value, " or ".join(MPS_WORDS))
 
 
 def _read_directory(key: str, value: object) -> str:
@@ -232,6 +241,13 @@ _KEYS: dict[str, _Key] = {
         "Order of the KV cache in memory: auto puts blocks outermost on GPUs, where an extent is "
         "then one mapping, and leaves vLLM's choice on CPUs; stock always leaves it; a name of "
         "vLLM's forces that one, also where the attention backend does not list it.",
+    ),
+    "mps": _Key(
+        _read_mps,
+        " | ".join(MPS_WORDS),
+        "require",
+        "What an engine of several ranks asks of neighbours on its GPUs: to be clients of one "
+        "NVIDIA MPS daemon with it, or nothing.",
     ),
     "idle_decay_s": _Key(
         _read_seconds,

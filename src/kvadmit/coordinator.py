@@ -41,6 +41,7 @@ from kvadmit.messages import (
     Elect,
     Hello,
     Message,
+    Mps,
     Refused,
     Resync,
     Seen,
@@ -78,6 +79,7 @@ HOST_POOL_FILE = "host.pool"
 CHECK_VARIABLE = "KVADMIT_CHECK"
 """Set in the environment: the machine checks itself after every event (the tests do)."""
 
+NO_MPS = Mps()
 _FROM_ARBITER = (Welcome, Seen, StartTurn, Allowance, Elect, Resync, Refused)
 
 
@@ -86,8 +88,9 @@ class Coordinator:
 
     `devices`: the device of each rank; `backend`: the kind of driver behind them, "host" or
     "cuda". `device_total_bytes`: device -> bytes that all instances share there, less the
-    `margin_bytes` that are never lent. `name` is for people and must be unique on the host.
-    `wake` wakes an idle or parked engine after an order was put into `port`;
+    `margin_bytes` that are never lent; `mps`: how the ranks share GPUs. `name` is for people
+    and must be unique on the host. `wake` wakes an idle or parked engine after an order was put
+    into `port`;
     `on_engine_lost(reason)` says that a rank or this thread is gone for good.
     `read_device(device)` returns its free and total bytes before any agent is there; by default
     the host pool's. All are called on the coordinator's thread and must not wait.
@@ -107,6 +110,7 @@ class Coordinator:
         details: Mapping[str, str] | None = None,
         backend: str = "host",
         margin_bytes: int = 0,
+        mps: Mps = NO_MPS,
     ) -> None:
         self.settings = settings
         self.name = name
@@ -123,6 +127,7 @@ class Coordinator:
             devices=dict(device_total_bytes),
             start_bytes={},
             margin_bytes=margin_bytes,
+            mps=mps,
             settings=dict(details or {}),
         )
         self._group = Group(

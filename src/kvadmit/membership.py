@@ -143,9 +143,22 @@ def why_unfit(
                 f"{hello.name} says {device} has {format_bytes(total_bytes)}, the instances "
                 f"here share {format_bytes(book.total_bytes)}: give all the same host_pool"
             )
+    names = labels(instances)
+    for other_peer, instance in instances.items():
+        other = instance.hello
+        shared = sorted(hello.devices.keys() & other.devices.keys())
+        if other_peer == peer or not shared or not (hello.mps.needed or other.mps.needed):
+            continue
+        if not hello.mps.daemon or hello.mps.daemon != other.mps.daemon:
+            return (
+                f"{hello.name} would share {', '.join(shared)} with {names[other_peer]} and they "
+                f"are not clients of one MPS daemon ({hello.mps.daemon or 'none'}, "
+                f"{other.mps.daemon or 'none'}): collectives of several ranks would spin in each "
+                "other's time slices; start nvidia-cuda-mps-control -d and then both with its "
+                "CUDA_MPS_PIPE_DIRECTORY, or set kvadmit.mps to ignore for both"
+            )
     if hello.geometry is None:
         return ""
-    names = labels(instances)
     for device, cost in hello.geometry.extent_bytes.items():
         others = {
             names[p]: i.hello.geometry.floor * i.cost[device]

@@ -137,6 +137,17 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     extent_bytes: dict[str, int]
 
 
+class Mps(msgspec.Struct, frozen=True):
+    """How an instance's ranks share GPUs with other processes.
+
+    `daemon`: the MPS daemon they are clients of, "" for none. `needed`: its ranks wait for each
+    other in spinning kernels, so a neighbour on its GPUs must be a client of the same daemon.
+    """
+
+    daemon: str = ""
+    needed: bool = False
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """An instance introduces itself; repeated, with `geometry`, once that is known.
 
@@ -154,6 +165,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     margin_bytes: int = 0
     weight: float = 1.0
     geometry: Geometry | None = None
+    mps: Mps = Mps()
     settings: dict[str, str] = {}
     """For people only (status): model, backend, tp."""
 

@@ -32,6 +32,7 @@ from kvadmit.messages import (
     Elect,
     Geometry,
     Hello,
+    Mps,
     Refused,
     Report,
     Resync,
@@ -217,6 +218,45 @@ def test_another_host_pool_is_refused() -> None:
         Send("b", Refused(reason=reason)),
         Note(f"refused: {reason}"),
     ]
+
+
+NEEDED, ONE, OTHER = Mps(needed=True), "/run/mps", "/run/other"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fits"),
+    [
+        (Mps(), Mps(), True),
+        (NEEDED, Mps(), False),
+        (Mps(), NEEDED, False),
+        (NEEDED, NEEDED, False),
+        (Mps(ONE, needed=True), Mps(ONE, needed=True), True),
+        (Mps(ONE, needed=True), Mps(ONE), True),
+        (Mps(ONE, needed=True), Mps(OTHER), False),
+        (Mps(ONE, needed=True), Mps(), False),
+        (Mps(ONE), Mps(), True),
+    ],
+)
+def test_ranks_that_wait_for_each_other_share_gpus_only_under_one_mps_daemon(
+    first: Mps, second: Mps, fits: bool
+) -> None:
+    host = Host()
+    host.hello("a", mps=first)
+    effects = host.hello("b", mps=second)
+    assert ("b" in host.machine.instances) is fits
+    refused = [e.message for e in effects if isinstance(e, Send)]
+    reasons = [message.reason for message in refused if isinstance(message, Refused)]
+    assert bool(reasons) is not fits
+    for reason in reasons:
+        assert reason.startswith("b would share g with a and they are not clients of one MPS")
+        assert "set kvadmit.mps to ignore for both" in reason
+
+
+def test_on_other_gpus_nobody_asks_for_mps() -> None:
+    host = Host()
+    host.hello("a", mps=NEEDED)
+    host.hello("b", mps=NEEDED, on="h")
+    assert "b" in host.machine.instances
 
 
 # --- sharing ---

@@ -26,6 +26,7 @@ ALL_KEYS = {
     "margin",
     "start",
     "layout",
+    "mps",
     "idle_decay_s",
     "wait_s",
     "reclaim_s",

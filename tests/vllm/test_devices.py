@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 
 from kvadmit.config import Settings
 from kvadmit.errors import DriverError, UnsupportedError
+from kvadmit.messages import Mps
 from kvadmit.units import GIB, MIB
 from kvadmit.vllm import devices as module
 from kvadmit.vllm import engine_config
@@ -101,6 +105,25 @@ def test_a_local_checkpoint_counts_for_the_start(nvml: Nvml, tmp_path: Path) -> 
     found = module.devices_of(config(model=str(tmp_path)), Settings())
     assert found.start_bytes["GPU-0"] == 3 * GIB + 2048
     assert module.devices_of(config(), Settings(start=7)).start_bytes["GPU-1"] == 7
+
+
+def test_several_ranks_on_gpus_need_mps_beside_a_neighbour(
+    nvml: Nvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert module.devices_of(config(1), Settings()).mps == Mps()
+    assert module.devices_of(config(2), Settings()).mps == Mps(needed=True)
+    assert module.devices_of(config(2), Settings(mps="ignore")).mps == Mps()
+    pid_file = tmp_path / "nvidia-cuda-mps-control.pid"
+    pid_file.write_text(f"{os.getpid()}\n")
+    assert module.devices_of(config(2), Settings()).mps == Mps(str(tmp_path), needed=True)
+    assert module.devices_of(config(1), Settings()).mps == Mps(str(tmp_path))
+    pid_file.write_text("no number")
+    assert module.mps_daemon() == ""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    pid_file.write_text(str(ended.pid))
+    assert module.mps_daemon() == "", "a daemon that has ended serves nobody"
 
 
 def test_a_reading_needs_no_context_and_a_lost_gpu_is_named(nvml: Nvml) -> None:

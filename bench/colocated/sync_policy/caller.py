@@ -16,9 +16,11 @@ from typing import Any
 
 from bench.colocated.sync_policy.wire import Joined, Kind, Order, Reply, receive, send
 from kvadmit.config import Settings
+from kvadmit.coordinator import NO_MPS
 from kvadmit.errors import PeerLostError, PeerTimeoutError
 from kvadmit.extents import to_runs
 from kvadmit.geometry import ExtentPlan
+from kvadmit.messages import Mps
 from kvadmit.rundir import RunDir, new_incarnation
 
 READY_S = 60.0
@@ -43,6 +45,7 @@ class Caller:
         details: Mapping[str, str] | None = None,
         backend: str = "host",
         margin_bytes: int = 0,
+        mps: Mps = NO_MPS,
     ) -> None:
         self.settings = settings
         self._backend = backend

@@ -6,6 +6,7 @@ no context; what only the driver knows, the workers find out (`vmm_cuda`).
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.platforms import current_platform
 
 from kvadmit.config import Settings
 from kvadmit.errors import DriverError, UnsupportedError
+from kvadmit.messages import Mps
 from kvadmit.units import GIB, MIB
 from kvadmit.vmm_host import GRANULE_BYTES
 
@@ -25,6 +27,10 @@ START_BYTES = 3 * GIB
 """Beside weights: a context, graphs, collectives and the activations of warm-up."""
 
 
+MPS_VARIABLE, MPS_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"  # noqa: S108
+MPS_PID_FILE = "nvidia-cuda-mps-control.pid"
+
+
 class Devices(msgspec.Struct, frozen=True, kw_only=True):
     """Where the ranks of one engine are. `by_rank`: the device of each."""
 
@@ -34,6 +40,7 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
     granule_bytes: int
     margin_bytes: int
     start_bytes: dict[str, int]
+    mps: Mps = Mps()
 
 
 def devices_of(vllm_config: Any, settings: Settings) -> Devices:
@@ -65,7 +72,22 @@ def devices_of(vllm_config: Any, settings: Settings) -> Devices:
         granule_bytes=CUDA_GRANULE_BYTES,
         margin_bytes=margin,
         start_bytes=dict.fromkeys(by_rank, start),
+        mps=Mps(mps_daemon(), needed=ranks > 1 and settings.mps == "require"),
     )
+
+
+def mps_daemon() -> str:
+    """Return the pipe directory of the MPS daemon that this process's workers will use, or "".
+
+    What the CUDA driver does: a client looks for the control pipe in CUDA_MPS_PIPE_DIRECTORY.
+    Only a daemon that runs counts. Its pid file lies beside the pipe.
+    """
+    directory = Path(os.environ.get(MPS_VARIABLE) or MPS_DIRECTORY)
+    try:
+        pid = int((directory / MPS_PID_FILE).read_text())
+    except (OSError, ValueError):
+        return ""
+    return str(directory.resolve()) if Path(f"/proc/{pid}").exists() else ""
 
 
 def read_gpu(uuid: str) -> tuple[int, int]:

@@ -60,6 +60,7 @@ class Engine:
             device_total_bytes=self.devices.total_bytes,
             backend=self.devices.backend,
             margin_bytes=self.devices.margin_bytes,
+            mps=self.devices.mps,
             read_device=read_gpu if self.devices.backend == "cuda" else None,
             name=_instance_name(vllm_config, settings),
             wake=self.wake,
