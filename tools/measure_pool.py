@@ -77,7 +77,9 @@ def main() -> None:
     admission = Admission(pool, port, ceiling=EXTENTS)
 
     def step() -> None:
-        if admission.orders or pool.queue.freed > admission.give_after:
+        if port.limit != admission.limit:
+            admission.heed_limit()
+        if admission.orders or pool.queue.frees > admission.give_after:
             admission.drain(1.0)
         admission.publish(1.0, running=64, waiting=0, missing=0, low=EXTENT_BLOCKS)
 

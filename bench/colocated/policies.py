@@ -86,8 +86,6 @@ def _arguments(setup: Setup, policy: str, name: str, run_dir: str) -> dict[str, 
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "enforce_eager": True,
-        # Workers of their own, as kvadmit has them on GPUs; vLLM would run one rank in EngineCore.
-        "distributed_executor_backend": "mp",
         "seed": setup.seed,
         "tensor_parallel_size": setup.tp,
         "max_model_len": setup.max_model_len,

@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 
 class StaleResultError(Exception):
-    """An existing file cannot be appended to: it holds runs of another workload."""
+    """An existing file cannot be appended to: its runs are not comparable with ours."""
 
 
 def instance_entry(outcome: InstanceOutcome) -> Json:
@@ -144,6 +144,12 @@ class ResultFiles:
     def _adopt(self, old: Json) -> None:
         if old.get("schema") != SCHEMA:
             raise StaleResultError(f"{self.path} has schema {old.get('schema')!r}, not {SCHEMA!r}")
+        tree = self.result["commit"]
+        if tree is None or tree.endswith("-dirty"):
+            raise StaleResultError(
+                f"{self.path}: what is run is {tree or 'not in git'}, so nobody knows whether "
+                "it is what was run before; commit it, or name it by --commit"
+            )
         for key in ("seed", "workload", "commit", "hardware", "versions"):
             if _comparable(old[key]) != _comparable(self.result[key]):
                 raise StaleResultError(f"{self.path}: {_difference(key, old, self.result)}")

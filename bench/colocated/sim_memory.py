@@ -175,7 +175,8 @@ class EventMemory(FixedMemory):
     def wait(self, wake: threading.Event) -> None:
         """Sleep until a request or an order comes; orders are applied while idle."""
         self._admission.flush(time.monotonic())
-        if not self._admission.orders:
+        admission = self._admission
+        if not admission.orders and admission.port.limit == admission.limit:
             wake.wait(PARK_S)
         self._admission.drain_idle(time.monotonic())
 

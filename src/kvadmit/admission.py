@@ -6,8 +6,9 @@ Runs on the scheduler thread only; nothing here waits.
 
 One step: `drain` applies the coordinator's orders -> the scheduler schedules -> `publish`
 turns what it saw into levels. Levels are posted at once when they ask for something new, and
-otherwise looked at every REFRESH_S, because a post wakes another thread. A step that shows
-nothing new need not publish: `needs_more` and its like are plain attributes that tell.
+otherwise compared now and then, because a post wakes another thread. A step that shows
+nothing new need not publish: `needs_more` and its like are plain attributes that tell, and
+`heed_limit` tells what a new limit asks of the next step.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Generic, TypeVar
 
 from kvadmit.extents import from_runs, to_runs
 from kvadmit.pool import Block, ElasticPool
-from kvadmit.port import Ceiling, PoolLevels, PoolPort, PoolReturned, Resident
+from kvadmit.port import NO_LIMIT, Ceiling, PoolLevels, PoolPort, PoolReturned, Resident
 from kvadmit.units import ceil_div
 
 HELD_STEPS_MAX = 2
 """Most steps in a row in which a running request is held instead of preempted."""
 REFRESH_S = 0.050
-"""Levels that ask for nothing new are posted within this time while others wait."""
+"""Levels that ask for nothing new are compared no more often than this."""
 REFRESH_SLOW_S = 2.0
 """Levels that nobody could use, and needs a little above the posted, are posted within this."""
 LATENCY_S = 0.020
@@ -144,7 +145,7 @@ class Admission(Generic[B]):
         self.orders = port.orders
         """The coordinator's orders that `drain` has not applied: to look whether there is any."""
         self._whole = pool.extent_blocks
-        self.limit = port.limit
+        self.limit = NO_LIMIT
         """The most extents to keep, as of the last time anybody looked at the port's."""
         self._running = 0
         self._waiting = 0
@@ -160,7 +161,7 @@ class Admission(Generic[B]):
         self._latency_s = LATENCY_S
         self._held_in_a_row = 0
         self.give_after = _NEVER
-        """While more extents are resident than allowed: at more `freed` of the queue than this a
+        """While more extents are resident than allowed: at more `frees` of the queue than this a
         step can give some up."""
         self.needs_posted = False
         """A need was posted: to be taken back once nobody has it any more."""
@@ -189,7 +190,7 @@ class Admission(Generic[B]):
             moved += given
             if self.pool.resident > self.limit:
                 # What one step may move is bounded: after some there may be more at once.
-                self.give_after = self.pool.queue.freed - (given > 0)
+                self.give_after = self.pool.queue.frees - (given > 0)
         self._compare()
         return moved
 
@@ -198,7 +199,7 @@ class Admission(Generic[B]):
         self.limit = self.port.limit
         queue = self.pool.queue
         above = self.pool.resident > self.limit
-        self.give_after = queue.freed - (not queue.none_whole) if above else _NEVER
+        self.give_after = queue.frees - (not queue.none_whole) if above else _NEVER
 
     def drain_idle(self, now_s: float) -> int:
         """Apply orders while nothing runs, to the end: no step comes that would go on."""
@@ -273,8 +274,10 @@ class Admission(Generic[B]):
 
     # --- after a step ---
 
-    def publish(self, now_s: float, *, running: int, waiting: int, missing: int, low: int) -> None:
+    def publish(self, now_s: float, *, running: int, waiting: int, missing: int, low: int) -> bool:
         """Take note of what the step showed, in blocks, and post levels if that matters.
+
+        Returns whether that was asked: False while the last answer is too young.
 
         `missing`: blocks beyond the free ones that running requests need for their next step
         or the oldest waiter to be admitted; 0 when nobody missed any. `low`: uncached free
@@ -291,11 +294,13 @@ class Admission(Generic[B]):
             or (running + waiting == 0) != (posted.running + posted.waiting == 0)
         ):
             self._post(self._levels(), now_s)
-            return
+            return True
         if lack > self._lack_seen:
             self._lack_seen = lack
-        if now_s >= self.look_s:
-            self._look(now_s)
+        if now_s < self.look_s:
+            return False
+        self._look(now_s)
+        return True
 
     def _lack(self) -> int:
         """Return the uncached blocks short of the low watermark; negative: above it."""

@@ -70,7 +70,7 @@ class ElasticQueue(Generic[B]):
         "cached",
         "extent_blocks",
         "extents",
-        "freed",
+        "frees",
         "num_free_blocks",
     )
 
@@ -81,10 +81,10 @@ class ElasticQueue(Generic[B]):
                 f"{len(blocks)} blocks are not a whole number of extents of {extent_blocks}"
             )
         self.num_free_blocks = 0
-        self.freed = 0
+        self.frees = 0
         """How often blocks were put back, added or unpinned: only then an extent becomes whole."""
         self._settled = 0
-        """`freed` as of the last `_settle`."""
+        """`frees` as of the last `_settle`."""
         self.extent_blocks = extent_blocks
         self.extents = len(blocks) // extent_blocks
         self._blocks = blocks
@@ -182,7 +182,7 @@ class ElasticQueue(Generic[B]):
             stamp[extent] = clock
             note(extent)
         self.num_free_blocks += len(blocks)
-        self.freed += 1
+        self.frees += bool(blocks)
 
     def prepend_n(self, blocks: Sequence[B]) -> None:
         """Put uncached blocks back; within an extent the first of them is taken first."""
@@ -194,7 +194,7 @@ class ElasticQueue(Generic[B]):
             free[extent] += 1
             note(extent)
         self.num_free_blocks += len(blocks)
-        self.freed += 1
+        self.frees += bool(blocks)
 
     def get_all_free_blocks(self) -> list[B]:
         """Return every free block, about in the order of handing out."""
@@ -225,7 +225,7 @@ class ElasticQueue(Generic[B]):
         self._free[extent] = len(stack)
         self._changed.add(extent)
         self.num_free_blocks += len(stack)
-        self.freed += 1
+        self.frees += 1
         return len(stack)
 
     def take_extent(self, extent: int, evict: Callable[[B], object]) -> None:
@@ -263,7 +263,7 @@ class ElasticQueue(Generic[B]):
     @property
     def none_whole(self) -> bool:
         """Whether surely no extent is wholly free; costs nothing, and a no may be wrong."""
-        return self._settled == self.freed and not self._ranked[_EMPTY] and not self._cache_only
+        return self._settled == self.frees and not self._ranked[_EMPTY] and not self._cache_only
 
     def last_cached(self, extent: int) -> int:
         """Return when a cached block last came back to `extent`; smaller is longer ago."""
@@ -309,7 +309,7 @@ class ElasticQueue(Generic[B]):
     def _settle(self) -> None:
         """Bring the ranks up to date for every extent that changed."""
         changed = self._changed
-        self._settled = self.freed
+        self._settled = self.frees
         if changed:
             self._choose_again = True
         if self._current >= 0:
@@ -379,7 +379,7 @@ class ElasticPool(Generic[B]):
         self.extent_blocks = extent_blocks
         self.extents = self.queue.extents
         self.limit = self.extents
-        """Most extents that may stay resident; `trim` works towards it."""
+        """Most extents that may stay resident; `withdraw` works towards it."""
         self._evict = evict
         self._resident: set[int] = set()
         self._pins: dict[int, int] = {}
@@ -453,7 +453,7 @@ class ElasticPool(Generic[B]):
             self._pins[extent] = left
         else:
             del self._pins[extent]
-            self.queue.freed += 1
+            self.queue.frees += 1
 
     def levels(self) -> Holdings:
         """Return what the pool has now; pinned extents count as used."""

@@ -1,8 +1,8 @@
 """The hand-over between the scheduler thread (pool) and the coordinator thread.
 
 Owns: two queues and the few words that cross them. Must not know: what either side does
-with them. Neither side ever waits for the other: every call is a deque operation, atomic
-under the GIL, plus one wake-up of the receiver.
+with them. Neither side ever waits for the other: every call is a deque operation or the
+assignment of a word, atomic under the GIL, plus one wake-up of the receiver.
 
 Levels are absolute, so crossing messages cannot be misread: the pool says how many extents
 it must have *in all*, not how many more.

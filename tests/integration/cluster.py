@@ -117,8 +117,7 @@ class ScriptedPool:
                         self.resident.update(from_runs(order.extents))
                     case Ceiling():
                         self.ceiling = order.extents
-            self.limit = port.limit
-            over = len(self.resident) - max(self.limit, self.used, 1)
+            over = len(self.resident) - max(min(self.limit, port.limit), self.used, 1)
             if over > 0:
                 gone = sorted(self.resident)[-over:]
                 self.resident.difference_update(gone)

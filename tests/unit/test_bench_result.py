@@ -101,7 +101,7 @@ def outcome(policy: str, repeat: int, slowness: float = 1.0) -> RunOutcome:
 
 
 def files(path: Path, *, append: bool = False, seed: int = 3) -> ResultFiles:
-    return ResultFiles(path, seed=seed, workload=SETUP.workload(), append=append)
+    return ResultFiles(path, seed=seed, workload=SETUP.workload(), append=append, tree="1f0e")
 
 
 def test_schema_is_the_contract(tmp_path: Path) -> None:
@@ -203,14 +203,16 @@ def test_append_refuses_another_seed_or_workload(tmp_path: Path) -> None:
         files(path, append=True, seed=4)
     other = msgspec.structs.replace(SETUP, pool_bytes=1 << 26)
     with pytest.raises(StaleResultError, match=r"workload\.pool_bytes was 33554432, is 67108864"):
-        ResultFiles(path, seed=3, workload=other.workload(), append=True)
+        ResultFiles(path, seed=3, workload=other.workload(), append=True, tree="1f0e")
 
 
 def test_append_refuses_another_commit_or_machine(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     files(path).add(outcome("static", 0))
-    with pytest.raises(StaleResultError, match=r"commit was .*, is 'abc'"):
+    with pytest.raises(StaleResultError, match="commit was '1f0e', is 'abc'"):
         ResultFiles(path, seed=3, workload=SETUP.workload(), append=True, tree="abc")
+    with pytest.raises(StaleResultError, match="is 1f0e-dirty, so nobody knows whether"):
+        ResultFiles(path, seed=3, workload=SETUP.workload(), append=True, tree="1f0e-dirty")
     result = msgspec.json.decode(path.read_bytes())
     result["hardware"]["memory_bytes"] += 1
     path.write_bytes(msgspec.json.encode(result))

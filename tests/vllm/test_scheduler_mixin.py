@@ -74,12 +74,14 @@ class Base:
             watermark_blocks=0,
             get_computed_blocks=lambda _: None,
         )
+        self.unscheduled: set[str] = set()
         self.script: Callable[[], int] = lambda: len(self.running)
         """What vLLM does in a step; returns how many tokens it scheduled."""
 
     def schedule(self) -> Output:
         tokens = self.script()
-        scheduled = {one.request_id: 1 for one in self.running} if tokens else {}
+        ids = {one.request_id for one in self.running} - self.unscheduled
+        scheduled = dict.fromkeys(ids, 1) if tokens else {}
         return Output(total_num_scheduled_tokens=tokens, num_scheduled_tokens=scheduled)
 
     def get_grammar_bitmask(self, output: Output) -> str:
@@ -203,13 +205,14 @@ def test_a_withdrawal_carries_the_last_scheduled_step_as_its_fence() -> None:
 
 
 def short_of_blocks(executor: str) -> Elastic:
-    """Return an engine whose next steps find a request without slots."""
+    """Return an engine whose next steps find no slots for the second of two requests."""
     elastic = Elastic(prefix=2, executor=executor)
-    elastic.running.append(request("a"))
+    elastic.running += [request("a"), request("b")]
+    elastic.unscheduled.add("b")
     elastic.kvadmit.pool.queue.popleft_n(2 * WHOLE - 1)
 
     def preempt() -> int:
-        elastic._request_blocks_can_be_freed(elastic.running[0])
+        elastic._request_blocks_can_be_freed(elastic.running[1])
         return 1
 
     elastic.script = preempt
@@ -219,7 +222,7 @@ def short_of_blocks(executor: str) -> Elastic:
 def test_in_one_process_a_step_tells_what_it_showed_before_the_model_runs() -> None:
     elastic = short_of_blocks("uni")
     elastic.schedule()
-    assert elastic.posted().running == 1
+    assert elastic.posted().need_total > 2
     assert elastic.kvadmit.overlapped.count == 0
 
 
@@ -228,7 +231,7 @@ def test_workers_have_the_step_before_it_tells_what_it_showed() -> None:
     output = elastic.schedule()
     assert elastic.port.collect() == []
     assert elastic.get_grammar_bitmask(output) == "bitmask of 1"
-    assert elastic.posted().running == 1
+    assert elastic.posted().need_total > 2
     assert elastic.kvadmit.overlapped.count == 1
     assert elastic.get_grammar_bitmask(output) == "bitmask of 1"
     assert elastic.kvadmit.overlapped.count == 1
@@ -237,16 +240,65 @@ def test_workers_have_the_step_before_it_tells_what_it_showed() -> None:
 def test_what_a_step_showed_is_told_by_the_next_at_the_latest() -> None:
     elastic = short_of_blocks("mp")
     elastic.schedule()
+    assert elastic.port.collect() == []
+    elastic.unscheduled.clear()
+    elastic.schedule()
+    (levels,) = elastic.port.collect()
+    assert isinstance(levels, PoolLevels)
+    assert levels.need_total > 2
+    assert elastic.kvadmit.overlapped.count == 0, "the second step waited for it"
+
+
+def test_a_held_step_gives_its_watermark_back_before_the_next() -> None:
+    elastic = short_of_blocks("mp")
+    elastic.port.hold_until_s = time.monotonic() + 60
+    watermark = elastic.kv_cache_manager.watermark_blocks
+    output = elastic.schedule()
+    assert elastic.kvadmit.held_steps == 1
+    assert elastic.kv_cache_manager.watermark_blocks == elastic.kvadmit.pool.blocks
+    elastic.get_grammar_bitmask(output)
+    assert elastic.kv_cache_manager.watermark_blocks < elastic.kvadmit.pool.blocks
+    assert elastic.kv_cache_manager.watermark_blocks >= watermark
+
+
+def test_the_first_request_of_an_idle_engine_is_told_at_once() -> None:
+    elastic = Elastic()
+    elastic.running.append(request("a"))
+    elastic.schedule()
+    elastic.running.clear()
+    elastic.schedule()
+    assert elastic.posted().running == 0
+    elastic.running.append(request("b"))
     elastic.schedule()
     assert elastic.posted().running == 1
-    assert elastic.kvadmit.overlapped.count == 1
+
+
+def test_a_need_is_compared_anew_when_another_waiter_is_refused() -> None:
+    elastic = Elastic(prefix=2)
+    elastic.running.append(request("a"))
+    wanted = {"large": 40, "small": 2}
+
+    def refuse() -> int:
+        one = elastic.waiting.peek_request()
+        elastic.ask(one, wanted[one.request_id])
+        return 1
+
+    elastic.script = refuse
+    elastic.kvadmit.pool.queue.popleft_n(2 * WHOLE - 1)
+    elastic.waiting.append(waiter("large"))
+    elastic.schedule()
+    large = elastic.posted().need_total
+    elastic.waiting = type(elastic.waiting)([waiter("small")])
+    elastic.kvadmit.look_s = 0.0
+    elastic.schedule()
+    assert elastic.posted().need_total < large
 
 
 def test_a_step_that_schedules_nothing_tells_at_once_because_no_worker_gets_it() -> None:
     elastic = short_of_blocks("mp")
     elastic.script = lambda: 0
     elastic.schedule()
-    assert elastic.posted().running == 1
+    assert elastic.posted().running == 2
 
 
 def test_a_limit_that_nothing_can_be_given_for_costs_no_drain(

@@ -3,8 +3,9 @@
 Owns: what is vLLM-specific on the scheduler thread. Must not know: the coordinator beyond
 its port. Decisions about levels and holding are in `admission`.
 
-One step: `schedule` drains the port, lets vLLM schedule (its own "no slots" is the only form
-of a miss), and publishes what it saw. Nothing of ours is called per running request.
+One step: `schedule` drains the port and lets vLLM schedule (its own "no slots" is the only form
+of a miss); what that showed is published right after, or, where workers are processes of their
+own, once they have the step (`get_grammar_bitmask`). Nothing of ours is called per running request.
 """
 
 from __future__ import annotations
@@ -131,11 +132,14 @@ class ElasticScheduler:
         step: StepNotes = self.kvadmit_step
         admission = step.admission
         moved = 0
-        if step.later is not None:
-            self._kvadmit_tell()  # nobody asked for a bitmask
+        if step.untold is not None:
+            self._kvadmit_after(step.untold, began_ns / 1e9)  # nobody asked for a bitmask
+            step.untold = None
+        # 1. The coordinator writes the word, 2. it wakes the engine. A step that reads the word
+        # before 1 is followed by another, or by a drain while idle, because of 2.
         if step.port.limit != admission.limit:
             admission.heed_limit()
-        if step.orders or step.queue.freed > admission.give_after or step.failing or step.lost:
+        if step.orders or step.queue.frees > admission.give_after or step.failing or step.lost:
             moved = self._kvadmit_before(began_ns / 1e9)
         if step.showed:
             step.forget()
@@ -154,7 +158,7 @@ class ElasticScheduler:
             self._kvadmit_after(output, vllm_ended_ns / 1e9)
         elif not self._kvadmit_nothing_new(step, vllm_ended_ns):
             if step.overlaps:
-                step.later = output
+                step.untold = output
             else:
                 self._kvadmit_after(output, vllm_ended_ns / 1e9)
         took_ns = vllm_began_ns - began_ns + time.monotonic_ns() - vllm_ended_ns
@@ -166,7 +170,7 @@ class ElasticScheduler:
 
     def get_grammar_bitmask(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Tell what the step showed: vLLM asks for this once the workers have the step."""
-        if self.kvadmit_step.later is not None:
+        if self.kvadmit_step.untold is not None:
             self._kvadmit_tell()
         return super().get_grammar_bitmask(*args, **kwargs)  # type: ignore[misc]
 
@@ -174,7 +178,7 @@ class ElasticScheduler:
         """Publish what the last step showed while the workers run it."""
         began_ns = time.monotonic_ns()
         step: StepNotes = self.kvadmit_step
-        output, step.later = step.later, None
+        output, step.untold = step.untold, None
         self._kvadmit_after(output, began_ns / 1e9)
         step.admission.overlapped.add(time.monotonic_ns() - began_ns)
 
@@ -202,6 +206,8 @@ class ElasticScheduler:
         if ended_ns >= step.look_ns or step.held_before or step.may_hold:
             return False
         admission = step.admission
+        if step.refused and step.tried.request_id != step.told:
+            return False  # the need may be another's by now
         if step.missed or step.refused:
             admission.no_slot_steps += admission.needs_more
             return admission.needs_more
@@ -236,7 +242,8 @@ class ElasticScheduler:
         low = max(running * step.ahead, admission.pool.extent_blocks) if running else 0
         if waiting and running < step.seats:
             low += self._kvadmit_prompts(min(waiting, step.seats - running))
-        admission.publish(now_s, running=running, waiting=waiting, missing=missing, low=low)
+        if admission.publish(now_s, running=running, waiting=waiting, missing=missing, low=low):
+            step.told = step.tried.request_id if step.refused else ""
         if missing or held or step.held_before:
             step.held_before = held
             admission.count_step(missed=missing > 0, held=held)
@@ -421,7 +428,8 @@ class ElasticScheduler:
         Those that running requests take on average while a growth lasts, and those that
         prompts under way still need.
         """
-        self.kvadmit_step.look_ns = int((now_s + LOOK_S) * 1e9)
+        # An idle engine's next step is news whatever it shows.
+        self.kvadmit_step.look_ns = int((now_s + LOOK_S) * 1e9) if running else 0
         passed = self.kvadmit.step - self.kvadmit_last_step
         step_s = (now_s - self.kvadmit_last_s) / passed if passed else 1.0
         self.kvadmit_last_s, self.kvadmit_last_step = now_s, self.kvadmit.step

@@ -25,7 +25,6 @@ class StepNotes:
         "held_before",
         "inside",
         "inside_ns",
-        "later",
         "look_ns",
         "lost",
         "may_hold",
@@ -37,7 +36,9 @@ class StepNotes:
         "refused",
         "seats",
         "showed",
+        "told",
         "tried",
+        "untold",
     )
 
     def __init__(
@@ -64,10 +65,12 @@ class StepNotes:
         self.ahead = ahead
         self.seats = seats
         self.overlaps = overlaps
-        self.later: Any = None
+        self.untold: Any = None
         """The step's output while what it showed is still to be told."""
         self.look_ns = 0
         """Until then, on the monotonic clock, a step that shows nothing new is not looked at."""
+        self.told = ""
+        """The waiter whose refusal the newest levels tell of, by its id."""
         self.lost = ""
         """Why the engine cannot go on; written by the coordinator's thread."""
         self.held_before = False
