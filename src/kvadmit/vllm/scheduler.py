@@ -4,7 +4,7 @@ Owns: what is vLLM-specific on the scheduler thread. Must not know: the coordina
 its port. Decisions about levels and holding are in `admission`.
 
 One step: `schedule` drains the port and lets vLLM schedule (its own "no slots" is the only form
-of a miss); what that showed is published right after, or, where workers are processes of their
+of a miss); what that showed is looked at right after, or, where workers are processes of their
 own, once they have the step (`get_grammar_bitmask`). Nothing of ours is called per running request.
 """
 
@@ -133,7 +133,7 @@ class ElasticScheduler:
         admission = step.admission
         moved = 0
         if step.untold is not None:
-            self._kvadmit_after(step.untold, began_ns / 1e9)  # nobody asked for a bitmask
+            self._kvadmit_look(step.untold, began_ns)  # nobody asked for a bitmask
             step.untold = None
         # 1. The coordinator writes the word, 2. it wakes the engine. A step that reads the word
         # before 1 is followed by another, or by a drain while idle, because of 2.
@@ -148,19 +148,13 @@ class ElasticScheduler:
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         vllm_ended_ns = time.monotonic_ns()
         step.inside = False
-        if step.tried is not None:
-            del step.coordinator.get_num_blocks_to_allocate
-            step.refused = step.asked > 0 and step.tried.status is not RUNNING
         ran = output.total_num_scheduled_tokens > 0
         admission.step += ran
         output.kvadmit_step = admission.step
-        if not ran:
-            self._kvadmit_after(output, vllm_ended_ns / 1e9)
-        elif not self._kvadmit_nothing_new(step, vllm_ended_ns):
-            if step.overlaps:
-                step.untold = output
-            else:
-                self._kvadmit_after(output, vllm_ended_ns / 1e9)
+        if ran and step.overlaps:
+            step.untold = output
+        else:
+            self._kvadmit_look(output, vllm_ended_ns)
         took_ns = vllm_began_ns - began_ns + time.monotonic_ns() - vllm_ended_ns
         wait = admission.wait_moving if moved else admission.wait
         (wait if ran else admission.overlapped).add(took_ns + step.inside_ns)
@@ -169,18 +163,26 @@ class ElasticScheduler:
         return output
 
     def get_grammar_bitmask(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tell what the step showed: vLLM asks for this once the workers have the step."""
-        if self.kvadmit_step.untold is not None:
-            self._kvadmit_tell()
+        """Look at what the step showed: vLLM asks for this once the workers have the step."""
+        step: StepNotes = self.kvadmit_step
+        if step.untold is not None:
+            began_ns = time.monotonic_ns()
+            output, step.untold = step.untold, None
+            self._kvadmit_look(output, began_ns)
+            if step.showed:
+                step.forget()
+            step.admission.overlapped.add(time.monotonic_ns() - began_ns)
         return super().get_grammar_bitmask(*args, **kwargs)  # type: ignore[misc]
 
-    def _kvadmit_tell(self: Any) -> None:
-        """Publish what the last step showed while the workers run it."""
-        began_ns = time.monotonic_ns()
+    def _kvadmit_look(self: Any, output: Any, now_ns: int) -> None:
+        """Look at what the last step showed, and tell what is news."""
         step: StepNotes = self.kvadmit_step
-        output, step.untold = step.untold, None
-        self._kvadmit_after(output, began_ns / 1e9)
-        step.admission.overlapped.add(time.monotonic_ns() - began_ns)
+        if step.tried is not None:
+            del step.coordinator.get_num_blocks_to_allocate
+            step.refused = step.asked > 0 and step.tried.status is not RUNNING
+        ran = output.total_num_scheduled_tokens > 0
+        if not ran or not self._kvadmit_nothing_new(step, now_ns):
+            self._kvadmit_after(output, now_ns / 1e9)
 
     def _kvadmit_before(self: Any, now_s: float) -> int:
         """Apply orders and end hopeless requests; returns how many blocks moved."""
@@ -198,12 +200,12 @@ class ElasticScheduler:
             self._kvadmit_finish_failed()
         return moved
 
-    def _kvadmit_nothing_new(self: Any, step: StepNotes, ended_ns: int) -> bool:
+    def _kvadmit_nothing_new(self: Any, step: StepNotes, now_ns: int) -> bool:
         """Whether all that this step shows is known, or asked for already.
 
         Whoever misses blocks while more is asked for already waits as that need does.
         """
-        if ended_ns >= step.look_ns or step.held_before or step.may_hold:
+        if now_ns >= step.look_ns or step.held_before or step.may_hold:
             return False
         admission = step.admission
         if step.refused and step.tried.request_id != step.told:
@@ -212,7 +214,7 @@ class ElasticScheduler:
             admission.no_slot_steps += admission.needs_more
             return admission.needs_more
         admission.missing = 0
-        if admission.needs_posted and ended_ns >= admission.look_s * 1e9:
+        if admission.needs_posted and now_ns >= admission.look_s * 1e9:
             return False
         running = len(self.running)
         if self._inflight_prefills or (running < step.seats and self.waiting):
@@ -221,7 +223,7 @@ class ElasticScheduler:
         free = queue.num_free_blocks - len(queue.cached)
         if free < running * step.ahead and not admission.wants_more:
             return False
-        return not admission.could_give(ended_ns / 1e9)
+        return not admission.could_give(now_ns / 1e9)
 
     def _kvadmit_after(self: Any, output: Any, now_s: float) -> None:
         """Publish what the step showed."""

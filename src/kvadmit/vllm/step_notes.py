@@ -66,7 +66,7 @@ class StepNotes:
         self.seats = seats
         self.overlaps = overlaps
         self.untold: Any = None
-        """The step's output while what it showed is still to be told."""
+        """The step's output while what it showed is still to be looked at."""
         self.look_ns = 0
         """Until then, on the monotonic clock, a step that shows nothing new is not looked at."""
         self.told = ""
