@@ -16,7 +16,7 @@ from kvadmit.errors import DriverError, UnsupportedError
 from kvadmit.messages import Mps
 from kvadmit.units import GIB, MIB
 from kvadmit.vllm import devices as module
-from kvadmit.vllm import engine_config
+from kvadmit.vllm import engine_config, gates
 
 pytestmark = pytest.mark.vllm
 
@@ -58,7 +58,10 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
 
     made = Nvml()
     platform = SimpleNamespace(
-        device_type="cuda", get_device_uuid=lambda index: f"GPU-{index % 4}", is_xpu=lambda: False
+        device_type="cuda",
+        get_device_uuid=lambda index: f"GPU-{index % 4}",
+        is_xpu=lambda: False,
+        is_rocm=lambda: False,
     )
     monkeypatch.setattr(import_utils, "import_pynvml", lambda: made)
     monkeypatch.setattr(module, "current_platform", platform)
@@ -105,6 +108,13 @@ def test_a_local_checkpoint_counts_for_the_start(nvml: Nvml, tmp_path: Path) -> 
     found = module.devices_of(config(model=str(tmp_path)), Settings())
     assert found.start_bytes["GPU-0"] == 3 * GIB + 2048
     assert module.devices_of(config(), Settings(start=7)).start_bytes["GPU-1"] == 7
+
+
+def test_amd_gpus_are_not_taken_for_nvidias(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module.device_type() == "cuda"
+    monkeypatch.setattr(module.current_platform, "is_rocm", lambda: True)
+    with pytest.raises(UnsupportedError, match="device type 'rocm'"):
+        gates.check_supported(config(), module.device_type())
 
 
 def test_several_ranks_on_gpus_need_mps_beside_a_neighbour(

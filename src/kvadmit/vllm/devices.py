@@ -43,6 +43,11 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
     mps: Mps = Mps()
 
 
+def device_type() -> str:
+    """Return what vLLM runs on here. It calls AMD's GPUs cuda too; we do not."""
+    return "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
+
+
 def devices_of(vllm_config: Any, settings: Settings) -> Devices:
     """Return the devices of an engine's ranks. Raises UnsupportedError, DriverError."""
     ranks: int = vllm_config.parallel_config.world_size

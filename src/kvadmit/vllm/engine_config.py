@@ -23,7 +23,7 @@ import vllm
 from kvadmit.config import Settings
 from kvadmit.errors import ConfigError, UnsupportedError
 from kvadmit.vllm import gates, shapes
-from kvadmit.vllm.devices import devices_of
+from kvadmit.vllm.devices import device_type, devices_of
 from kvadmit.vllm.names import ENABLED, FITS_LENGTH
 
 logger = logging.getLogger("vllm.kvadmit")
@@ -81,7 +81,7 @@ def is_enabled(vllm_config: Any) -> bool:
 def _may_run(vllm_config: Any, settings: Settings) -> bool:
     try:
         shapes.check_installed(vllm.__version__, str(Path(vllm.__file__).parent))
-        gates.check_supported(vllm_config, current_platform.device_type)
+        gates.check_supported(vllm_config, device_type())
         if current_platform.device_type != "cpu":
             logger.warning("kvadmit is new on GPUs and not for production there yet")
     except UnsupportedError as error:
