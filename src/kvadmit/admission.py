@@ -39,23 +39,23 @@ B = TypeVar("B", bound=Block)
 
 
 class WaitHistogram:
-    """Durations in nanoseconds, in buckets an eighth of an octave wide.
+    """Durations in nanoseconds, in buckets a thirty-second of an octave wide.
 
-    Adding is a few shifts, no search; a quantile is right to within 13 %.
+    Adding is a few shifts, no search; a quantile is right to within 3 %, and never too low.
     """
 
     __slots__ = ("_counts", "max_ns")
 
     def __init__(self) -> None:
-        self._counts = [0] * (8 * 64)
+        self._counts = [0] * (32 * 64)
         self.max_ns = 0
 
     def add(self, duration_ns: int) -> None:
         """Count one duration."""
         bits = duration_ns.bit_length()
-        # The three bits after the leading one tell the eighths of an octave apart.
-        eighth = (duration_ns >> (bits - 4)) & 7 if bits > 3 else 0
-        self._counts[bits * 8 + eighth] += 1
+        # The five bits after the leading one tell the parts of an octave apart.
+        part = (duration_ns >> (bits - 6)) & 31 if bits > 5 else 0
+        self._counts[bits * 32 + part] += 1
         if duration_ns > self.max_ns:
             self.max_ns = duration_ns
 
@@ -71,8 +71,8 @@ class WaitHistogram:
         for index, count in enumerate(self._counts):
             seen += count
             if count and seen >= rank:
-                bits, eighth = divmod(index, 8)
-                bound = ((9 + eighth) << (bits - 4)) - 1 if bits > 3 else 7
+                bits, part = divmod(index, 32)
+                bound = ((33 + part) << (bits - 6)) - 1 if bits > 5 else 31
                 return min(bound, self.max_ns) / 1000
         return None
 

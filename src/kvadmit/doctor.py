@@ -30,6 +30,7 @@ VLLM_VERSIONS = ((0, 29), (0, 33))
 """First and last minor release whose hooks were checked (`vllm/shapes.json`)."""
 
 STATUS_WAIT_S = 2.0
+UNKNOWN_HOLDER_CURE = "end it (ps -ef | grep kvadmit.arbiter), another takes over"
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -158,6 +159,11 @@ def _host_pool() -> Finding:
     )
 
 
+def _who(pid: int) -> str:
+    """Return who holds the arbiter's lock; 0: the file that says so is gone."""
+    return f"pid {pid}" if pid else "an arbiter whose pid is not known"
+
+
 def _arbiter(run: RunDir) -> Finding:
     lock = ArbiterLock(run)
     try:
@@ -168,8 +174,10 @@ def _arbiter(run: RunDir) -> Finding:
         return Finding(
             "arbiter",
             "fail",
-            f"pid {pid} {state}: instances serve on, growth waits",
-            f"kill -CONT {pid}, or kill -9 {pid}: another takes over with exact books",
+            f"{_who(pid)} {state}: instances serve on, growth waits",
+            f"kill -CONT {pid}, or kill -9 {pid}: another takes over with exact books"
+            if pid
+            else UNKNOWN_HOLDER_CURE,
         )
     except PeerLostError as error:
         # Held for an instant: an arbiter that starts just now gives way, and is started again.
@@ -180,9 +188,9 @@ def _arbiter(run: RunDir) -> Finding:
         return Finding(
             "arbiter",
             "fail",
-            f"pid {pid} holds the lock but cannot be reached ({error})",
+            f"{_who(pid)} holds the lock but cannot be reached ({error})",
             "look again in a second; if it stays so the run directory was deleted under it: "
-            f"kill -9 {pid}, another takes over",
+            + (f"kill -9 {pid}, another takes over" if pid else UNKNOWN_HOLDER_CURE),
         )
     except KvAdmitError as error:
         return Finding("arbiter", "fail", str(error), "stop the instances of the other release")

@@ -54,7 +54,9 @@ from kvadmit.messages import (
     Elect,
     Geometry,
     Hello,
+    MapGrant,
     ReadDevice,
+    Report,
 )
 from kvadmit.orders import Operation, OrderBook
 from kvadmit.pool_side import PoolSide
@@ -159,8 +161,11 @@ class Group:
                     effects.append(SendArbiter(Bye()))
             case TimerFired():
                 self._timer_fired(event, effects)
+        done = len(effects)
         if not self.stopping:
             self._advance(now_s, effects)
+        if isinstance(event, TimerFired):
+            self.counters["timer_probes"] += sum(map(_asks, effects[done:]))
         return effects
 
     def _set_geometry(self, event: GeometryKnown, effects: list[Effect]) -> None:
@@ -501,3 +506,13 @@ class Group:
         self.states.check(self.book.open_operations)
         if self.serving:
             self.states.check_serving(self.book.open_operations)
+
+
+def _asks(effect: Effect) -> bool:
+    """Whether it asks for memory: a report with a need or want, or an attempt."""
+    match effect:
+        case SendArbiter(Report() as report):
+            return report.need > 0 or report.want > 0
+        case SendAgent(_, MapGrant() as grant):
+            return grant.kind == "prepare"
+    return False

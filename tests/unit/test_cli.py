@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from kvadmit import cli, doctor
 from kvadmit.arbitration import Arbitration, PeerSent
 from kvadmit.config import as_table
 from kvadmit.doctor import Finding
-from kvadmit.errors import PeerTimeoutError
+from kvadmit.errors import PeerLostError, PeerTimeoutError
 from kvadmit.messages import Geometry, Hello, Report
+from kvadmit.rundir import ArbiterLock, RunDir
 
 MIB = 1 << 20
 
@@ -152,6 +154,33 @@ def test_doctor_counts_failures(
         "warn",
         "fail",
     ]
+
+
+@pytest.mark.parametrize(
+    "error", [PeerTimeoutError("arbiter", "answer", 1.0), PeerLostError("arbiter", "gone")]
+)
+def test_doctor_never_advises_to_kill_whom_it_does_not_know(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kill -9 0` would end the shell it is typed into."""
+
+    def silent(*_: object) -> dict[str, Any]:
+        raise error
+
+    monkeypatch.setattr(doctor, "ask_status", silent)
+    run = RunDir.open(str(tmp_path / "run"))
+    lock = ArbiterLock(run)
+    assert lock.try_acquire()
+    try:
+        (held,) = (f for f in doctor.examine(str(run.path)) if f.check == "arbiter")
+        assert f"pid {os.getpid()} " in held.text
+        assert f"kill -9 {os.getpid()}" in held.cure
+        Path(lock._file.path).unlink()
+        (unknown,) = (f for f in doctor.examine(str(run.path)) if f.check == "arbiter")
+        assert unknown.text.startswith("an arbiter whose pid is not known")
+        assert "kill" not in unknown.cure
+    finally:
+        lock.release()
 
 
 def test_doctor_looks_at_a_host_where_nothing_ran(tmp_path: Path) -> None:

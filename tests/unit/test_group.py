@@ -750,6 +750,19 @@ def test_extents_nobody_waits_for_become_spare_behind_their_fence_and_come_back(
     assert e.states() == {"absent": 11, "resident": 4, "spare": 1}
 
 
+def test_a_timer_that_asks_for_memory_would_be_counted() -> None:
+    e = engine()
+    e.grow(to=5)
+    e.returned(((3, 2),), fence=7)
+    e.pool(3, running=1)
+    e.both(3, "fence", ((3, 2),))
+    assert e.machine.counters["timer_probes"] == 0
+    # As if a need had come in without an event of its own, and a timer had found it.
+    e.machine.pool.levels = PoolLevels(resident=3, need_total=9, want_total=9, running=1)
+    e.timer("decay")
+    assert e.machine.counters["timer_probes"] == 1
+
+
 def test_an_idle_pool_is_emptied_and_its_spare_extents_decay_together() -> None:
     e = engine()
     e.grow(to=5)

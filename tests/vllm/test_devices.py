@@ -112,7 +112,7 @@ def test_a_local_checkpoint_counts_for_the_start(nvml: Nvml, tmp_path: Path) -> 
 
 def test_amd_gpus_are_not_taken_for_nvidias(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.device_type() == "cuda"
-    monkeypatch.setattr(module.current_platform, "is_rocm", lambda: True)
+    monkeypatch.setattr("kvadmit.vllm.devices.current_platform.is_rocm", lambda: True)
     with pytest.raises(UnsupportedError, match="device type 'rocm'"):
         gates.check_supported(config(), module.device_type())
 

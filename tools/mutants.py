@@ -1,0 +1,380 @@
+#!/usr/bin/env python3
+"""Remove one guard at a time and show that a test turns red for each.
+
+    python tools/mutants.py [--only NAME ...] [--json FILE]
+
+A mutant is the package with one guard taken out. Its tests, run over that copy, must fail; one
+that passes them all *survives*, and a test is missing. Exit code 1 if any survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.colocated.result import commit, versions
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "kvadmit"
+TEST_WAIT_S = 300.0
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+class Mutant(msgspec.Struct, frozen=True):
+    """`old`, once in `file`, becomes `new`. `tests`: what must turn red, from the root."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+GROUP = ("tests/unit/test_group.py", "tests/property/test_machines.py")
+MEMBER = ("tests/unit/test_member.py", "tests/property/test_member.py")
+LINK = ("tests/unit/test_link.py", "tests/unit/test_group.py")
+POLICY = ("tests/unit/test_policy.py", "tests/property/test_policy.py")
+ARBITRATION = ("tests/unit/test_arbitration.py", "tests/property/test_machines.py")
+LEDGER = ("tests/unit/test_ledger.py", "tests/property/test_ledger.py")
+ADMISSION = ("tests/unit/test_admission.py",)
+POOL = ("tests/unit/test_pool.py", "tests/property/test_pool.py")
+
+MUTANTS = (
+    # --- what holds memory back until nobody can touch it ---
+    Mutant(
+        "a decommit does not wait for its fence",
+        "member.py",
+        "if fence <= self.enqueued and number not in self._awaiting_device:",
+        "if number not in self._awaiting_device:",
+        MEMBER,
+    ),
+    Mutant(
+        "a decommit does not wait for the device",
+        "member.py",
+        "                self._awaiting_device.add(number)\n"
+        "                effects.append(AwaitDevice(number))\n",
+        "                self._parked.remove(number)\n"
+        "                self._ready.append(number)\n"
+        "                break\n",
+        MEMBER,
+    ),
+    Mutant(
+        "the driver is called while graphs are captured",
+        "member.py",
+        "        if self.capturing:\n            return\n",
+        "",
+        MEMBER,
+    ),
+    Mutant(
+        "an order that was overtaken is carried out",
+        "member.py",
+        "if any(self._newest_order[extent] > grant.order for extent in extents):",
+        "if False:",
+        MEMBER,
+    ),
+    Mutant(
+        "a repeated order is carried out twice",
+        "member.py",
+        "        if grant.order in self._answers:\n",
+        "        if False:\n",
+        MEMBER,
+    ),
+    Mutant(
+        "the fence of returned extents is lost",
+        "group.py",
+        'self.book.send("decommit", gone, event.now_s, effects, fence=message.fence)',
+        'self.book.send("decommit", gone, event.now_s, effects)',
+        GROUP,
+    ),
+    Mutant(
+        "extent 0 may leave",
+        "group.py",
+        "if 0 in extents or not self.states.all_resident(extents):",
+        "if not self.states.all_resident(extents):",
+        GROUP,
+    ),
+    # --- all ranks, whole steps ---
+    Mutant(
+        "the first rank's answer counts for all",
+        "orders.py",
+        "        if operation.waiting_ranks:\n            return None\n",
+        "",
+        GROUP,
+    ),
+    Mutant(
+        "extents that not all ranks prepared are committed",
+        "group.py",
+        "        if operation.all_done:\n            self.states.move(extents, PREPARING",
+        "        if True:\n            self.states.move(extents, PREPARING",
+        GROUP,
+    ),
+    Mutant(
+        "extents that not all ranks committed are handed out",
+        "group.py",
+        "        left = set(operation.extents) - done\n        if done:",
+        "        done = set(operation.extents)\n        left: set[int] = set()\n        if done:",
+        GROUP,
+    ),
+    Mutant(
+        "orphans are never adopted",
+        "group.py",
+        "        if self.states.count[ORPHAN]:\n            # Bytes",
+        "        if False:\n            # Bytes",
+        GROUP,
+    ),
+    Mutant(
+        "growth goes above the allowance",
+        "group.py",
+        "room = min(batch, self.link.allowance - self.states.held)",
+        "room = batch",
+        GROUP,
+    ),
+    Mutant(
+        "two growths at a time",
+        "group.py",
+        "if self.book.growing or self.lost_ranks or not self.link.may_grow:",
+        "if self.lost_ranks or not self.link.may_grow:",
+        GROUP,
+    ),
+    # --- levels and epochs ---
+    Mutant(
+        "an older allowance replaces a newer one",
+        "link.py",
+        "if not self._current(message.epoch) or message.revision <= self.revision:",
+        "if not self._current(message.epoch):",
+        LINK,
+    ),
+    Mutant(
+        "messages of another epoch count",
+        "link.py",
+        'if epoch == self.epoch and self.phase == "joined":',
+        'if self.phase == "joined":',
+        LINK,
+    ),
+    Mutant(
+        "an allowance that was refused is tried again",
+        "link.py",
+        'return self.phase == "joined" and self.revision > self.blocked_revision',
+        'return self.phase == "joined"',
+        LINK,
+    ),
+    Mutant(
+        "without an arbiter the old allowance may still be spent",
+        "link.py",
+        '        self.phase = "lost"\n        self.allowance = held\n',
+        '        self.phase = "lost"\n',
+        LINK,
+    ),
+    Mutant(
+        "reports of another epoch count",
+        "arbitration.py",
+        "return report.epoch == self.epoch and seen <= instance.account.revision",
+        "return seen <= instance.account.revision",
+        ARBITRATION,
+    ),
+    Mutant(
+        "an older report replaces a newer one",
+        "ledger.py",
+        "        if report.revision <= self.report.revision:\n            return False\n",
+        "",
+        LEDGER,
+    ),
+    Mutant(
+        "an allowance nobody confirmed is not booked",
+        "ledger.py",
+        "return max(self.held, *self._sent.values(), 0)",
+        "return max(self.held, self.allowance)",
+        LEDGER,
+    ),
+    Mutant(
+        "a second report leaves before the first was confirmed",
+        "reports.py",
+        "        if self.outstanding:\n            return\n        self._stop_timer(effects)",
+        "        self._stop_timer(effects)",
+        GROUP,
+    ),
+    # --- conservation and order among instances ---
+    Mutant(
+        "what a dead instance held is free before the device shows it",
+        "ledger.py",
+        "        self.foreign_bytes += held_bytes\n",
+        "        pass\n",
+        (*LEDGER, *ARBITRATION),
+    ),
+    Mutant(
+        "a reading taken amid operations is believed",
+        "ledger.py",
+        "self.foreign_bytes = min(max(self.foreign_bytes, low), high)",
+        "self.foreign_bytes = low",
+        LEDGER,
+    ),
+    Mutant(
+        "a device that was refused gives on",
+        "policy.py",
+        "                self.available[device] = min(self.available[device], 0)\n",
+        "                pass\n",
+        POLICY,
+    ),
+    Mutant(
+        "unfilled floors are given away",
+        "policy.py",
+        "return self.available[device] - (self.reserved[device] - own)",
+        "return self.available[device] + 0 * own",
+        POLICY,
+    ),
+    Mutant(
+        "a need is met on some devices",
+        "policy.py",
+        "if c.refused or blocked or any(lack > 0 for lack in missing.values()):",
+        "if c.refused or blocked or all(lack > 0 for lack in missing.values()):",
+        POLICY,
+    ),
+    Mutant(
+        "an earmark lapses at once",
+        "policy.py",
+        "blocked = bool(self.plan.pressed & set(c.cost)) and goal > self.floor[c.id]",
+        "blocked = False",
+        POLICY,
+    ),
+    Mutant(
+        "victims are asked below their floor",
+        "policy.py",
+        "most = min(offer, v.kept - self.floor[v.id]) - taken",
+        "most = min(offer, v.kept) - taken",
+        POLICY,
+    ),
+    Mutant(
+        "a late victim is asked for ever",
+        "policy.py",
+        "if v.id != c.id and not v.late and v.id not in self.granted and set(v.cost) & set(lack)",
+        "if v.id != c.id and v.id not in self.granted and set(v.cost) & set(lack)",
+        POLICY,
+    ),
+    # --- the scheduler's side ---
+    Mutant(
+        "extents leave with blocks of a live window",
+        "pool.py",
+        "            return empty - self._pins.keys(), cache_only - self._pins.keys()\n",
+        "            return empty, cache_only\n",
+        POOL,
+    ),
+    Mutant(
+        "cached prefixes leave with their hashes",
+        "pool.py",
+        "                    evict(block)\n",
+        "",
+        POOL,
+    ),
+    Mutant(
+        "freed blocks wake no withdrawal",
+        "pool.py",
+        "        self.num_free_blocks += len(blocks)\n        self.frees += bool(blocks)\n\n"
+        "    def get_all",
+        "        self.num_free_blocks += len(blocks)\n\n    def get_all",
+        ADMISSION,
+    ),
+    Mutant(
+        "an unpinned extent wakes no withdrawal",
+        "pool.py",
+        "            self.queue.frees += 1\n",
+        "",
+        ADMISSION,
+    ),
+    Mutant(
+        "an idle engine gives back one step's worth only",
+        "admission.py",
+        "        while moved and self.pool.resident > self.limit:\n",
+        "        while False:\n",
+        ADMISSION,
+    ),
+    Mutant(
+        "a running request is held for ever",
+        "admission.py",
+        "if self.port.hold_until_s <= now_s or self._held_in_a_row >= HELD_STEPS_MAX:",
+        "if self.port.hold_until_s <= now_s:",
+        ADMISSION,
+    ),
+    Mutant(
+        "the pool is woken before its order is there",
+        "port.py",
+        "        if isinstance(order, Limit):\n",
+        "        self._wake_pool()\n        if isinstance(order, Limit):\n",
+        ("tests/unit/test_port.py",),
+    ),
+)
+
+
+def main() -> int:
+    """Run every mutant, print what killed it, write the report."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--only", nargs="+", metavar="NAME", help="mutants by a part of their name")
+    made.add_argument("--json", type=Path, default=None, metavar="FILE")
+    options = made.parse_args()
+    chosen = [m for m in MUTANTS if not options.only or any(o in m.name for o in options.only)]
+    if not chosen:
+        made.error(f"no mutant is called {' or '.join(options.only)}")
+    rows = []
+    for number, mutant in enumerate(chosen, 1):
+        began_s = time.monotonic()
+        killer = killed_by(mutant)
+        took_s = time.monotonic() - began_s
+        print(f"{number:3}/{len(chosen)} {took_s:5.1f} s  {mutant.name}: {killer or 'SURVIVES'}")
+        rows.append({"name": mutant.name, "file": mutant.file, "killed_by": killer})
+    survivors = [row["name"] for row in rows if row["killed_by"] is None]
+    print(f"{len(rows) - len(survivors)} of {len(rows)} killed")
+    if options.json:
+        report = {
+            "schema": "kvadmit.mutants/1",
+            "commit": commit(),
+            "versions": versions(),
+            "mutants": rows,
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return int(bool(survivors))
+
+
+def killed_by(mutant: Mutant) -> str | None:
+    """Return the first test that fails over the mutant, None if it survives."""
+    with tempfile.TemporaryDirectory(prefix="kvadmit-mutant-") as directory:
+        copy = Path(directory) / "kvadmit"
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        target = copy / mutant.file
+        text = target.read_text()
+        if text.count(mutant.old) != 1:
+            raise SystemExit(f"{mutant.file} has not exactly once: {mutant.old!r}")
+        target.write_text(text.replace(mutant.old, mutant.new))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        done = subprocess.run(
+            [*command, *mutant.tests],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": directory, "HYPOTHESIS_PROFILE": "default"},
+            capture_output=True,
+            text=True,
+            timeout=TEST_WAIT_S,
+        )
+    if done.returncode == 0:
+        return None
+    failed = FAILED.search(done.stdout)
+    if failed is None:
+        raise SystemExit(f"{mutant.name}: the tests did not run\n{done.stdout}{done.stderr}")
+    return failed.group(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
