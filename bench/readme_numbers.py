@@ -4,7 +4,8 @@
     python bench/readme_numbers.py           # rewrite the part of README.md between the marks
     python bench/readme_numbers.py --check   # exit 1 if it differs
 
-Reads `bench/results/contention-*.json` and `vmm-calls.json`; prints nothing that is not in them.
+Reads `contention-*.json`, `vmm-calls.json` and `control-path-host.json` of `bench/results`; prints
+nothing that is not in them.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def numbers() -> str:
         f"growth beside the bursts, {described(load(delayed(DELAYS_MS[-1])))}\n\n{delays()}"
     )
     parts.append(driver_calls())
+    parts.append(control_path())
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
@@ -85,12 +87,13 @@ def load(name: str) -> Json:
 def described(result: Json) -> str:
     """Return where and how a result was measured, with the file that holds it."""
     runs, versions = result["runs"], result["versions"]
-    repeats = len({run["repeat"] for run in runs})
+    counts = {sum(run["policy"] == policy for run in runs) for policy in policies_of(runs)}
+    repeats = " to ".join(map(str, sorted({min(counts), max(counts)})))
     engine = "simulated engine" if runs[0]["engine"] == "sim" else f"vLLM {versions['vllm']}"
     hardware = result["hardware"]
     return (
         f"{engine}, {hardware['cpu']}, {hardware['cores']} cores, commit {result['commit']}, "
-        f"{repeats} {'repeat' if repeats == 1 else 'interleaved repeats'}"
+        f"{repeats} {'repeat' if repeats == '1' else 'interleaved repeats'}"
     )
 
 
@@ -100,8 +103,8 @@ def comparison(result: Json) -> str:
     policies = policies_of(runs)
     rows = [
         "| policy | completed / failed | output tok/s | ratio | mean TTFT | preemptions "
-        "| misses + rejections | timer probes | scheduler wait p99 |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| misses + rejections | timer probes | scheduler wait p99 | overlapped p99 |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for policy in policies:
         mine = [run for run in runs if run["policy"] == policy]
@@ -121,6 +124,7 @@ def comparison(result: Json) -> str:
             show(refused, "{:,.0f}"),
             show(middle(mine, total("timer_probes")), "{:.0f}"),
             show(middle(mine, worst("scheduler_wait_us", "p99")), "{:,.1f} us"),
+            show(middle(mine, worst("scheduler_overlapped_us", "p99")), "{:,.1f} us"),
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -145,6 +149,25 @@ def driver_calls() -> str:
         times = [f"{one['p50']:,.0f} / {one['p99']:,.0f} us" for one in spreads]
         left = show(row.get("kernel_rate_left"), "{:.2f} x")
         rows.append(f"| {row['layout']} | {row['beside']} | {' | '.join(times)} | {left} |")
+    return "\n".join(rows)
+
+
+def control_path() -> str:
+    """Return the table of one growth and one shrink over all ranks: a row per ranks and layout."""
+    found: Json = json.loads((RESULTS / "control-path-host.json").read_text())
+    named = found["hardware"]
+    rows = [
+        f"**One growth and one shrink over all ranks, messages included**, host memory, extents of "
+        f"{format_bytes(found['extent_bytes'])}, {named['cpu']}, {named['cores']} cores, commit "
+        f"{found['commit'][:12]}, p50 / p99 of {found['rounds']}",
+        "",
+        "| layout | ranks | extents at once | growth | told to handed out | shrink |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in found["rows"]:
+        spreads = [row[name] for name in ("growth_us", "told_to_there_us", "shrink_us")]
+        times = [f"{one['p50'] / 1e3:,.2f} / {one['p99'] / 1e3:,.2f} ms" for one in spreads]
+        rows.append(f"| {row['layout']} | {row['tp']} | {row['batch']} | {' | '.join(times)} |")
     return "\n".join(rows)
 
 
