@@ -30,7 +30,7 @@ from bench.colocated.result import commit, versions
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "kvadmit"
 TEST_WAIT_S = 300.0
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 class Mutant(msgspec.Struct, frozen=True):
