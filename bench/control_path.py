@@ -239,7 +239,12 @@ def worker(runtime: dict[str, object], rank: int, layout: ExtentLayout) -> Itera
     finally:
         assert process.stdin is not None
         process.stdin.close()
-        if process.wait(WAIT_S):
+        try:
+            process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.returncode:
             print(f"rank {rank} ended with {process.returncode}", file=sys.stderr)
 
 

@@ -49,7 +49,7 @@ LINK = ("tests/unit/test_link.py", "tests/unit/test_group.py")
 POLICY = ("tests/unit/test_policy.py", "tests/property/test_policy.py")
 ARBITRATION = ("tests/unit/test_arbitration.py", "tests/property/test_machines.py")
 LEDGER = ("tests/unit/test_ledger.py", "tests/property/test_ledger.py")
-ADMISSION = ("tests/unit/test_admission.py",)
+ADMISSION = ("tests/unit/test_admission.py", "tests/property/test_admission.py")
 POOL = ("tests/unit/test_pool.py", "tests/property/test_pool.py")
 
 MUTANTS = (

@@ -277,7 +277,8 @@ class Admission(Generic[B]):
     def publish(self, now_s: float, *, running: int, waiting: int, missing: int, low: int) -> bool:
         """Take note of what the step showed, in blocks, and post levels if that matters.
 
-        Returns whether that was asked: False while the last answer is too young.
+        Returns whether they were compared with the posted ones: False less than REFRESH_S after
+        the last time, unless the step asks for something new.
 
         `missing`: blocks beyond the free ones that running requests need for their next step
         or the oldest waiter to be admitted; 0 when nobody missed any. `low`: uncached free

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvadmit.admission import REFRESH_S, REFRESH_SLOW_S, Admission, WaitHistogram
 from kvadmit.pool import ElasticPool
@@ -50,6 +48,14 @@ class Bench:
     def can_give(self) -> bool:
         """Whether the next step drains because of a limit it could come nearer to."""
         return self.pool.queue.frees > self.admission.give_after
+
+
+def wide() -> Admission[Block]:
+    """Return an admission over 16 resident extents of 128 blocks: one step may move two."""
+    blocks = [Block(number) for number in range(16 * 128)]
+    pool: ElasticPool[Block] = ElasticPool(blocks, 128, lambda _: None, prefix=16)
+    port = PoolPort(wake_pool=lambda: None, wake_coordinator=lambda: None)
+    return Admission(pool, port, ceiling=16)
 
 
 def the_one(posted: list[Any]) -> PoolLevels:
@@ -228,12 +234,8 @@ def test_a_limit_goes_on_as_extents_come_free() -> None:
 
 
 def test_a_limit_goes_on_at_once_after_all_that_one_step_may_move() -> None:
-    blocks = 256 * 8
-    pool: ElasticPool[Block] = ElasticPool(
-        [Block(number) for number in range(blocks)], 128, lambda _: None, prefix=16
-    )
-    port = PoolPort(wake_pool=lambda: None, wake_coordinator=lambda: None)
-    admission = Admission(pool, port, ceiling=16)
+    admission = wide()
+    pool, port = admission.pool, admission.port
     port.give(Limit(12))
     assert admission.drain(0.0) == 256
     assert pool.queue.frees > admission.give_after
@@ -252,45 +254,9 @@ def test_a_limit_goes_on_when_a_pin_is_gone() -> None:
     assert bench.admission.drain(0.1) == WHOLE
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["take", "free", "limit", "pin", "unpin"]), st.integers(0, 40)),
-        max_size=40,
-    )
-)
-def test_a_step_that_could_come_nearer_to_its_limit_drains(moves: list[tuple[str, int]]) -> None:
-    bench = Bench(prefix=8)
-    pool, held = bench.pool, bench.use(3)
-    for move, number in moves:
-        match move:
-            case "take":
-                held += bench.use(min(number, pool.queue.num_free_blocks))
-            case "free":
-                pool.queue.prepend_n(held[:number])
-                del held[:number]
-            case "limit":
-                bench.port.give(Limit(1 + number % 8))
-            case "pin":
-                pool.pin(number % 8)
-            case "unpin" if number % 8 in pool._pins:
-                pool.unpin(number % 8)
-        if bench.port.limit != bench.admission.limit:
-            bench.admission.heed_limit()
-        holdings = pool.levels()
-        if pool.resident > bench.port.limit and holdings.free + holdings.cached:
-            assert bench.can_give()
-        if bench.can_give():
-            bench.admission.drain(0.0)
-            assert pool.resident <= bench.port.limit or not any(pool._movable())
-
-
 def test_an_idle_engine_is_drained_to_the_end() -> None:
-    blocks = 256 * 8
-    pool: ElasticPool[Block] = ElasticPool(
-        [Block(number) for number in range(blocks)], 128, lambda _: None, prefix=16
-    )
-    port = PoolPort(wake_pool=lambda: None, wake_coordinator=lambda: None)
-    admission = Admission(pool, port, ceiling=16)
+    admission = wide()
+    port = admission.port
     port.give(Limit(3))
     assert admission.drain_idle(0.0) == 13 * 128
     events = port.collect()

@@ -158,7 +158,7 @@ class ElasticScheduler:
         took_ns = vllm_began_ns - began_ns + time.monotonic_ns() - vllm_ended_ns
         wait = admission.wait_moving if moved else admission.wait
         (wait if ran else admission.overlapped).add(took_ns + step.inside_ns)
-        if not output.total_num_scheduled_tokens and self.kvadmit_engine.core is None:
+        if not ran and self.kvadmit_engine.core is None:
             self._kvadmit_wait_in_process()
         return output
 
