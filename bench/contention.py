@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 from rich.console import Console
 
 from bench.colocated import plot, table
+from bench.colocated.arguments import bounds, positive, size
 from bench.colocated.fleet import InstanceError
 from bench.colocated.policies import POLICIES
 from bench.colocated.result import ResultFiles, StaleResultError
@@ -28,7 +29,7 @@ from bench.colocated.session import run_all
 from bench.colocated.setup import BLOCK_TOKENS, Setup
 from bench.colocated.workload import Shape
 from kvadmit.testing.tiny_model import TinyModel, make_model
-from kvadmit.units import align_up, parse_bytes
+from kvadmit.units import MIB, align_up
 
 OUT = Path(__file__).resolve().parent / "out"
 DEMO = {"policy": ["static", "sync", "event"], "repeats": 2}
@@ -65,19 +66,19 @@ def parser() -> argparse.ArgumentParser:
         default="vllm",
         help="real vLLM, or the same control plane around a timed stand-in for the model",
     )
-    add("--instances", type=_positive, default=2)
-    add("--tp", type=_positive, default=1, help="ranks of each instance")
-    add("--requests", type=_positive, default=120, help="requests per instance")
+    add("--instances", type=positive, default=2)
+    add("--tp", type=positive, default=1, help="ranks of each instance")
+    add("--requests", type=positive, default=120, help="requests per instance")
     add(
         "--rate",
         type=float,
         default=None,
         help="requests/s that arrive at a pressed instance; left out: closed loop",
     )
-    add("--pool", type=parse_bytes, default=parse_bytes("16MiB"), help="KV memory of them all")
+    add("--pool", type=size, default=16 * MIB, help="KV memory of them all")
     add("--model", default=None, help="model directory; left out: a tiny one made on the spot")
     add("--seed", type=int, default=0)
-    add("--repeats", type=_positive, default=1, help="interleaved: A-B-B-A")
+    add("--repeats", type=positive, default=1, help="interleaved: A-B-B-A")
     add(
         "--worker-delay-ms",
         type=float,
@@ -91,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
         default=0,
         help="clients per instance that send one-block requests, which need no growth",
     )
-    add("--bursts", type=_positive, default=3, help="bursts per instance (alternating)")
+    add("--bursts", type=positive, default=3, help="bursts per instance (alternating)")
     add(
         "--handover",
         type=float,
@@ -99,8 +100,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="FRACTION",
         help="how much of a burst is answered before the next begins (closed loop)",
     )
-    add("--prompt-tokens", type=_range, default=(64, 192), metavar="LOW:HIGH")
-    add("--output-tokens", type=_range, default=(96, 192), metavar="LOW:HIGH")
+    add("--prompt-tokens", type=bounds, default=(64, 192), metavar="LOW:HIGH")
+    add("--output-tokens", type=bounds, default=(96, 192), metavar="LOW:HIGH")
     add("--json", type=Path, default=OUT / "contention.json", metavar="FILE")
     add(
         "--append",
@@ -111,21 +112,6 @@ def parser() -> argparse.ArgumentParser:
     add("--commit", default=None, help="the tree's commit, where git is not at hand")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     return made
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
-
-
-def _range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    bounds = (int(low), int(high or low))
-    if not 1 <= bounds[0] <= bounds[1]:
-        raise argparse.ArgumentTypeError(f"{text} is not LOW:HIGH with 1 <= LOW <= HIGH")
-    return bounds
 
 
 def setup_of(arguments: argparse.Namespace) -> Setup:

@@ -29,6 +29,7 @@ import msgspec
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.colocated.arguments import size
 from bench.colocated.event_plugin import held_extents
 from bench.colocated.result import commit as commit_of_the_tree
 from bench.colocated.result import hardware, versions
@@ -39,7 +40,7 @@ from kvadmit.coordinator import Coordinator
 from kvadmit.extents import from_runs, to_runs
 from kvadmit.geometry import ExtentPlan, RankBuffer
 from kvadmit.port import PoolLevels, PoolReturned, Resident
-from kvadmit.units import MIB, parse_bytes
+from kvadmit.units import MIB
 from kvadmit.vmm import AddressSpace, ExtentLayout
 from kvadmit.vmm_cuda import CudaAddressSpace, probe
 from kvadmit.vmm_host import GRANULE_BYTES, HostAddressSpace, HostPool
@@ -66,7 +67,7 @@ def main() -> int:
     made.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4], metavar="N")
     made.add_argument(
         "--extent",
-        type=parse_bytes,
+        type=size,
         default=None,
         help="bytes on each rank; left out: 64MiB on GPUs, 1MiB on the host",
     )

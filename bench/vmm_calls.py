@@ -24,11 +24,12 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.colocated.arguments import size
 from bench.colocated.result import commit as commit_of_the_tree
 from bench.colocated.result import hardware, versions
 from bench.colocated.statistics import percentile
 from kvadmit.geometry import RankBuffer
-from kvadmit.units import MIB, parse_bytes
+from kvadmit.units import MIB
 from kvadmit.vmm_cuda import CudaAddressSpace
 from kvadmit.vmm_host import GRANULE_BYTES, HostAddressSpace, HostPool
 
@@ -48,7 +49,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--device", choices=("cuda", "host"), default="cuda")
-    made.add_argument("--extent", type=parse_bytes, default=64 * MIB, help="bytes of an extent")
+    made.add_argument("--extent", type=size, default=64 * MIB, help="bytes of an extent")
     made.add_argument("--commit", default=None, help="the tree's commit, where git is not at hand")
     made.add_argument("--json", type=Path, default=None, metavar="FILE")
     options = made.parse_args()

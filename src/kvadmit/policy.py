@@ -12,7 +12,9 @@ Rules, in the order they are applied:
    later, unspent grants of wants are taken back, and peers are asked for the rest in rising
    price: orphans and spare, free, cache-only, and growth above an equal share while the
    claimant is below it (the victim drains, nothing is preempted).
-3. What is left is shared among wants by filling the lowest holder first (max-min).
+3. What is left is shared among wants by filling the lowest holder first (max-min). A want that
+   is not met is covered by what idle peers have free, and up to an equal share by draining
+   busy peers that are above theirs.
 """
 
 from __future__ import annotations
@@ -202,8 +204,9 @@ class _Planner:
     def _reclaim(self, c: Claimant, lack: dict[str, int]) -> None:
         """Lower peers' allowances until `lack` is covered, cheapest extents first.
 
-        Idle peers are asked for the claimant's whole want at once: coarse steps cost fewer
-        rounds. Busy ones only for its need.
+        Idle peers are asked for the claimant's whole want at once, and so are those above an
+        equal share, up to the claimant's own: coarse steps cost fewer rounds. Other busy ones
+        are asked for its need only.
         """
         victims = [
             v
@@ -220,10 +223,23 @@ class _Planner:
         self._take_by_price([v for v in victims if not v.idle], c, lack)
         if not self._below_share(c):
             return
+        extra = max(0, self._goal_in_share(c) - self._goal(c))
+        for device in lack:
+            lack[device] += extra * c.cost.get(device, 0)
+        self._drain_to_share(victims, c, lack)
+
+    def _goal_in_share(self, c: Claimant) -> int:
+        """Return the extents of its want that lie within an equal share on every device."""
+        share = self._equal_shares(c)
+        within = min((share[d] // cost for d, cost in c.cost.items()), default=0)
+        return min(c.held + c.want, c.cap, within)
+
+    def _drain_to_share(self, victims: list[Claimant], c: Claimant, lack: dict[str, int]) -> None:
+        """Ask those above an equal share to drain down to it, until `lack` is covered."""
         share = self._equal_shares(c)
         for v in victims:
             above = [(v.kept * cost - share[d]) // cost for d, cost in v.cost.items() if d in share]
-            self._take(v, c, max(0, min(above)), lack, "a share of")
+            self._take(v, c, max(0, min(above)), lack, "an equal share of")
 
     def _take_by_price(self, victims: list[Claimant], c: Claimant, lack: dict[str, int]) -> None:
         for tier in ("spare", "free", "cached"):
@@ -281,7 +297,7 @@ class _Planner:
                 self.plan.reason[c.id] = "want"
 
     def _share_wants(self) -> None:
-        """Give what is left to the lowest holder first, then take from the idle for the rest."""
+        """Give what is left to the lowest holder first, then ask peers for the rest."""
         wanting = {
             c.id: min(c.held + c.want, c.cap)
             for c in self.claimants.values()
@@ -290,12 +306,17 @@ class _Planner:
         open_ids = {i for i, goal in wanting.items() if goal > self.plan.allowance[i]}
         unmet: list[Claimant] = []
         while open_ids:
-            c = self.claimants[min(open_ids, key=lambda i: (self._bytes_held(i), i))]
+            lowest, *others = sorted(open_ids, key=lambda i: (self._bytes_held(i), i))
+            c = self.claimants[lowest]
             allowed = self.plan.allowance[c.id]
-            missing = wanting[c.id] - allowed
-            chunk = max(1, missing // 4) if len(open_ids) > 1 else missing
-            fits = min((self._room(c, d) // cost for d, cost in c.cost.items()), default=0)
-            most = self.booked[c.id] + max(0, fits)
+            fits = max(0, min((self._room(c, d) // cost for d, cost in c.cost.items()), default=0))
+            chunk = wanting[c.id] - allowed
+            if others:
+                # Up to the next lowest, or a part of what is left: never far above anybody.
+                gap = self._bytes_held(others[0]) - self._bytes_held(c.id)
+                level = gap // max(c.cost.values(), default=1)
+                chunk = min(chunk, max(1, level, fits // (2 * len(open_ids))))
+            most = self.booked[c.id] + fits
             if allowed + chunk > most:
                 open_ids.discard(c.id)
                 unmet.append(c)
@@ -308,18 +329,31 @@ class _Planner:
             if goal >= wanting[c.id]:
                 open_ids.discard(c.id)
         for c in unmet:
-            self._tax_idle(c, wanting[c.id] - self.plan.allowance[c.id])
+            self._cover_want(c, wanting[c.id])
 
-    def _tax_idle(self, c: Claimant, missing: int) -> None:
-        """Ask idle peers for spare and free extents that somebody would use now."""
-        lack = {d: missing * cost - max(0, self._room(c, d)) for d, cost in c.cost.items()}
-        for v in self.claimants.values():
-            if not v.late:
-                for device in lack:
-                    lack[device] -= v.leaving * v.cost.get(device, 0)
-        for v in self.claimants.values():
-            if v.idle and not v.late and v.id != c.id:
+    def _cover_want(self, c: Claimant, goal: int) -> None:
+        """Ask the idle for spare and free extents, and those above an equal share to drain."""
+        peers = [v for v in self.claimants.values() if v.id != c.id and not v.late]
+        lack = self._uncovered(c, goal, peers)
+        for v in peers:
+            if v.idle:
                 self._take(v, c, v.orphan + v.spare + v.free, lack, "idle")
+        lack = self._uncovered(c, min(goal, self._goal_in_share(c)), peers)
+        for v in peers:
+            taken = max(0, v.kept - self.plan.allowance[v.id])
+            for device in lack:
+                lack[device] -= taken * v.cost.get(device, 0)
+        busy = [v for v in peers if not v.idle and set(v.cost) & set(c.cost)]
+        self._drain_to_share(sorted(busy, key=lambda v: (-v.kept, v.id)), c, lack)
+
+    def _uncovered(self, c: Claimant, goal: int, peers: list[Claimant]) -> dict[str, int]:
+        """Return the bytes `c` lacks to `goal` that are neither free nor on their way."""
+        missing = goal - self.plan.allowance[c.id]
+        lack = {d: missing * cost - max(0, self._room(c, d)) for d, cost in c.cost.items()}
+        for v in peers:
+            for device in lack:
+                lack[device] -= v.leaving * v.cost.get(device, 0)
+        return lack
 
     def _bytes_held(self, claimant_id: str) -> int:
         c = self.claimants[claimant_id]

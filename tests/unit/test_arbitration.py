@@ -337,7 +337,7 @@ def test_two_devices_are_granted_together_or_not_at_all() -> None:
         host,
         "one",
         6,
-        reason="tp needs a share of extents",
+        reason="tp needs an equal share of extents",
         pressure=True,
         deadline_s=RECLAIM_S,
     )

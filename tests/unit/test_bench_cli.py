@@ -55,14 +55,26 @@ def test_longest_request_fits_the_model_and_the_static_share() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [["--policy", "magic"], ["--requests", "0"], ["--prompt-tokens", "9:3"], ["--pool", "many"]],
+    ("argv", "cure"),
+    [
+        (["--policy", "magic"], "static, sync, event"),
+        (["--requests", "0"], "1 or more"),
+        (["--requests", "few"], "1 or more"),
+        (["--prompt-tokens", "9:3"], "LOW:HIGH"),
+        (["--output-tokens", "some"], "LOW:HIGH"),
+        (["--pool", "many"], "a size looks like"),
+        (["--pool", "128M"], "use KiB, MiB"),
+    ],
 )
-def test_nonsense_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_nonsense_is_refused_with_the_cure(
+    argv: list[str], cure: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         contention.parser().parse_args(argv)
     assert ended.value.code == 2
-    assert argv[0] in capsys.readouterr().err
+    said = capsys.readouterr().err.replace("'", "")
+    assert argv[0] in said
+    assert cure in said
 
 
 def test_cuda_says_when_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
