@@ -13,23 +13,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file
 
+import msgspec
 from rich.console import Console
 
-from bench.colocated import plot, table
+from bench.colocated import gpus, models, plot, table
 from bench.colocated.arguments import bounds, positive, size
 from bench.colocated.fleet import InstanceError
-from bench.colocated.policies import POLICIES
-from bench.colocated.result import ResultFiles, StaleResultError
-from bench.colocated.session import run_all
+from bench.colocated.gpus import GpuError, GpuHost
+from bench.colocated.policies import MARGIN_BYTES, POLICIES
+from bench.colocated.result import ResultFiles, StaleResultError, versions
+from bench.colocated.session import Plan, run_all
 from bench.colocated.setup import BLOCK_TOKENS, Setup
 from bench.colocated.workload import Shape
 from kvadmit.testing.tiny_model import TinyModel, make_model
-from kvadmit.units import MIB, align_up
+from kvadmit.units import GIB, MIB, align_up, format_bytes
 
 OUT = Path(__file__).resolve().parent / "out"
 DEMO = {"policy": ["static", "sync", "event"], "repeats": 2}
@@ -37,6 +40,11 @@ DEMO = {"policy": ["static", "sync", "event"], "repeats": 2}
 
 TINY_MODEL = TinyModel(layers=16, hidden=64, heads=2, kv_heads=2, head_dim=32)
 """Many thin layers: a step costs much the same for few requests and for many, as on a GPU."""
+
+
+GPU_BLOCK_TOKENS = 16
+BASE_BYTES = 3 * GIB
+"""Beside weights: what kvadmit's own default for a start is, too."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,9 +56,10 @@ def parser() -> argparse.ArgumentParser:
     add("--demo", action="store_true", help="static, sync and event on real vLLM, two repeats")
     add(
         "--scenario",
+        nargs="+",
         choices=("alternating", "symmetric"),
-        default="alternating",
-        help="bursts that take turns between instances, or all instances pressed at once",
+        default=["alternating"],
+        help="bursts that take turns between instances, or all instances pressed at once, or both",
     )
     add(
         "--policy",
@@ -75,8 +84,8 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="requests/s that arrive at a pressed instance; left out: closed loop",
     )
-    add("--pool", type=size, default=16 * MIB, help="KV memory of them all")
-    add("--model", default=None, help="model directory; left out: a tiny one made on the spot")
+    add("--pool", type=size, default=None, help="KV memory of them all; on the CPU 16MiB")
+    add("--model", default=None, help="model directory; left out: one made on the spot")
     add("--seed", type=int, default=0)
     add("--repeats", type=positive, default=1, help="interleaved: A-B-B-A")
     add(
@@ -108,16 +117,38 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="keep the runs that FILE already has and make only the missing ones",
     )
+    add(
+        "--minutes",
+        type=float,
+        default=None,
+        help="begin no run after so long; --append goes on with those that are missing",
+    )
     add("--plot", type=Path, default=OUT / "contention.png", metavar="FILE")
     add("--commit", default=None, help="the tree's commit, where git is not at hand")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add(
+        "--leave-gib",
+        type=float,
+        default=None,
+        metavar="N",
+        help="on GPUs: let a ballast take all but N GiB of each; left out: as --pool needs",
+    )
+    add(
+        "--base",
+        type=size,
+        default=None,
+        help="on GPUs: what an instance holds on each beside KV memory; left out: an estimate",
+    )
     return made
 
 
 def setup_of(arguments: argparse.Namespace) -> Setup:
-    """Return the bench that the command line asks for; makes the tiny model if it is needed."""
+    """Return the bench that the command line asks for; makes the model if it is needed.
+
+    Raises GpuError when the GPUs are not there or too small.
+    """
     shape = Shape(
-        scenario=arguments.scenario,
+        scenario=arguments.scenario[0],
         instances=arguments.instances,
         requests=arguments.requests,
         rate=arguments.rate,
@@ -127,20 +158,74 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
         output_tokens=arguments.output_tokens,
     )
     longest = shape.prompt_tokens[1] + shape.output_tokens[1]
-    model = arguments.model
-    if model is None:
-        model = str(make_model(OUT / "tiny-model", TINY_MODEL))
-    return Setup(
+    on_gpus = arguments.device == "cuda" or (arguments.device == "auto" and _serves_on_gpus())
+    if on_gpus and arguments.engine != "vllm":
+        raise GpuError("--engine sim runs on the CPU: it has no model to put on a GPU")
+    made = Setup(
         shape=shape,
         engine=arguments.engine,
         tp=arguments.tp,
-        pool_bytes=arguments.pool,
-        model=model,
+        pool_bytes=arguments.pool or 16 * MIB,
+        model=arguments.model or "",
         seed=arguments.seed,
         worker_delay_ms=arguments.worker_delay_ms,
         probes=arguments.probes,
         max_model_len=align_up(longest, BLOCK_TOKENS),
     )
+    if on_gpus:
+        return _on_gpus(made, arguments)
+    model = arguments.model or str(make_model(OUT / "tiny-model", TINY_MODEL))
+    return msgspec.structs.replace(made, model=model)
+
+
+def _serves_on_gpus() -> bool:
+    """Whether there are GPUs and the vLLM that is installed was built for them."""
+    vllm = versions()["vllm"]
+    return vllm is not None and "+cpu" not in vllm and gpus.present()
+
+
+def _on_gpus(setup: Setup, arguments: argparse.Namespace) -> Setup:
+    """Return `setup` for GPUs: what each instance has of them, and what the ballast leaves.
+
+    Of what is left on a GPU every instance takes its base, MARGIN_BYTES stay free, and the
+    rest is the pool; either of the two sizes says the other.
+    """
+    found = gpus.visible(setup.tp)
+    model, base = setup.model, arguments.base
+    if base is None:
+        weights = models.weights_bytes(models.EIGHT_B) if not model else _weights_in(Path(model))
+        base = weights // setup.tp + BASE_BYTES
+    if not model:
+        model = str(models.make_shape(OUT / "8b-shape", models.EIGHT_B))
+    beside = setup.shape.instances * base + MARGIN_BYTES
+    leave = None if arguments.leave_gib is None else int(arguments.leave_gib * GIB)
+    pool = arguments.pool
+    if pool is None:
+        pool = setup.tp * ((leave or found[0].total_bytes) - beside)
+    elif leave is None:
+        leave = pool // setup.tp + beside
+    if pool <= 0 or (leave is not None and leave > found[0].total_bytes):
+        raise GpuError(
+            f"{setup.shape.instances} instances hold {format_bytes(beside)} of each GPU beside KV "
+            f"memory; {format_bytes(leave or found[0].total_bytes)} are too little or too much "
+            "with it: change --pool, --leave-gib or --base"
+        )
+    return msgspec.structs.replace(
+        setup,
+        device="cuda",
+        gpus=tuple(found),
+        model=model,
+        pool_bytes=pool,
+        leave_bytes=leave,
+        base_bytes=base,
+        block_tokens=GPU_BLOCK_TOKENS,
+        max_num_seqs=256,
+        sample_s=0.2,
+    )
+
+
+def _weights_in(model: Path) -> int:
+    return sum(path.stat().st_size for path in model.glob("*.safetensors"))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -150,28 +235,48 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.demo:
         asked.set_defaults(**DEMO)
         arguments = asked.parse_args(argv)
-    if arguments.device == "cuda":
-        asked.error("--device cuda comes with the GPU release; this one runs on the CPU")
-    setup = setup_of(arguments)
     console = Console(width=None if sys.stdout.isatty() else 110)
     try:
+        setup = setup_of(arguments)
+        if setup.device == "cpu" and "kvcached" in arguments.policy:
+            asked.error("--policy kvcached needs GPUs")
         files = ResultFiles(
             arguments.json,
             seed=setup.seed,
             workload=setup.workload(),
             append=arguments.append,
             tree=arguments.commit,
+            devices=gpus.hardware(setup.gpus) if setup.gpus else None,
         )
-        asyncio.run(run_all(setup, arguments.policy, arguments.repeats, files, console, OUT))
-    except (InstanceError, StaleResultError) as error:
+        with contextlib.ExitStack() as stack:
+            site: dict[str, str] = {}
+            if setup.gpus:
+                site = stack.enter_context(GpuHost(setup.gpus, setup.leave_bytes)).environment
+            plan = Plan(
+                setup=setup,
+                scenarios=arguments.scenario,
+                policies=arguments.policy,
+                repeats=arguments.repeats,
+                minutes=arguments.minutes,
+                site=site,
+            )
+            missing = asyncio.run(run_all(plan, files, console, OUT))
+    except (GpuError, InstanceError, StaleResultError) as error:
         console.print(f"contention: {error}", style="red", markup=False, highlight=False)
         return 1
     except KeyboardInterrupt:
         console.print(f"stopped; finished runs are in {arguments.json}, --append goes on")
         return 130
-    plot.draw(arguments.plot, files.result, files.samples, setup.engine, setup.shape.scenario)
     console.print(table.render(files.result))
-    console.print(f"{arguments.json}\n{arguments.plot}", highlight=False)
+    console.print(f"{arguments.json}", highlight=False)
+    for scenario in arguments.scenario:
+        path = arguments.plot
+        if len(arguments.scenario) > 1:
+            path = path.with_stem(f"{path.stem}-{scenario}")
+        plot.draw(path, files.result, files.samples, setup.engine, scenario)
+        console.print(f"{path}", highlight=False)
+    if missing:
+        console.print(f"{missing} runs are missing; the same command with --append makes them")
     return 0
 
 

@@ -31,6 +31,7 @@ if __package__ in (None, ""):
 
 from bench.colocated.arguments import size
 from bench.colocated.event_plugin import held_extents
+from bench.colocated.kvcached_path import KvcachedRanks
 from bench.colocated.result import commit as commit_of_the_tree
 from bench.colocated.result import hardware, versions
 from bench.colocated.statistics import percentile
@@ -71,6 +72,11 @@ def main() -> int:
         default=None,
         help="bytes on each rank; left out: 64MiB on GPUs, 1MiB on the host",
     )
+    made.add_argument(
+        "--kvcached",
+        action="store_true",
+        help="also kvcached's own path, where that is installed (GPUs only)",
+    )
     made.add_argument("--rounds", type=int, default=ROUNDS)
     made.add_argument("--commit", default=None, help="the tree's commit, where git is not at hand")
     made.add_argument("--json", type=Path, default=None, metavar="FILE")
@@ -89,6 +95,12 @@ def main() -> int:
                     row = {"layout": layout, "tp": ranks, "batch": batch}
                     rows.append(row | instance.measure(batch, options.rounds))
                     print(shown(rows[-1]), flush=True)
+    for ranks in options.tp if options.kvcached else ():
+        with KvcachedRanks(ranks, LAYERS, EXTENTS) as peer:
+            for batch in BATCHES:
+                row = {"layout": "kvcached", "tp": ranks, "batch": batch}
+                rows.append(row | kvcached_figures(peer, batch, options.rounds))
+                print(shown(rows[-1]), flush=True)
     result = {
         "schema": "kvadmit.control-path/1",
         "commit": options.commit or commit_of_the_tree(),
@@ -112,6 +124,15 @@ def shown(row: dict[str, Any]) -> str:
     """Return one line of the table."""
     pairs = [f"{row[key]['p50']:,.0f} / {row[key]['p99']:,.0f}" for key in _KEYS]
     return f"{row['layout']:18}{row['tp']:>3}{row['batch']:>6}" + "".join(f"{p:>24}" for p in pairs)
+
+
+def kvcached_figures(peer: KvcachedRanks, batch: int, rounds: int) -> dict[str, Any]:
+    """Return the figures of kvcached's path; it hands out in the call that maps."""
+    peer.cycle(batch)  # first calls of everything
+    mapped, unmapped = zip(*(peer.cycle(batch) for _ in range(rounds)), strict=True)
+    keys = dict(zip(_KEYS, (mapped, mapped, unmapped), strict=True))
+    made = {k: {"p50": percentile(v, 50), "p99": percentile(v, 99)} for k, v in keys.items()}
+    return made | {"page_bytes": peer.page_bytes}
 
 
 class Instance:

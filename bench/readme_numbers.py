@@ -4,8 +4,8 @@
     python bench/readme_numbers.py           # rewrite the part of README.md between the marks
     python bench/readme_numbers.py --check   # exit 1 if it differs
 
-Reads `contention-*.json`, `vmm-calls.json` and `control-path-host.json` of `bench/results`; prints
-nothing that is not in them.
+Reads `contention-*.json`, `vmm-calls.json` and `control-path-*.json` of `bench/results`; prints
+nothing that is not in them. GPU results are shown if they are there.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from kvadmit.units import format_bytes
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
+ON_GPUS = ("contention-gpu-tp2",)
+PATHS = ("control-path-host", "control-path-cuda")
 DELAYS_MS = (0, 50, 500)
 CALLS_BATCH = 8
 """Extents of one order in the table of driver calls."""
@@ -73,15 +75,63 @@ def numbers() -> str:
         "**Workers that answer every growth order late**, and one-block requests that need no "
         f"growth beside the bursts, {described(load(delayed(DELAYS_MS[-1])))}\n\n{delays()}"
     )
+    parts += [on_gpus(name) for name in ON_GPUS if is_there(name)]
     parts.append(driver_calls())
-    parts.append(control_path())
+    parts += [control_path(name) for name in PATHS if is_there(name)]
     return "\n" + "\n\n".join(parts) + "\n\n"
+
+
+def is_there(name: str) -> bool:
+    """Whether a result of that name is committed."""
+    return (RESULTS / f"{name}.json").exists()
 
 
 def load(name: str) -> Json:
     """Return a committed result."""
     result: Json = json.loads((RESULTS / f"{name}.json").read_text())
     return result
+
+
+def on_gpus(name: str) -> str:
+    """Return the tables of a result on GPUs, one per scenario."""
+    result = load(name)
+    work = result["workload"]
+    parts = []
+    for scenario in dict.fromkeys(run["scenario"] for run in result["runs"]):
+        runs = [run for run in result["runs"] if run["scenario"] == scenario]
+        one = result | {"runs": runs}
+        parts.append(
+            f"**On GPUs: {work['instances']} instances of TP {work['tp']}, {work['requests']} "
+            f"requests each, `{scenario}`**, {format_bytes(work['pool_bytes'])} of KV memory, "
+            f"{described(one)}\n\n{comparison(one)}\n\n{gpu_costs(runs)}"
+        )
+    return "\n\n".join(parts)
+
+
+def gpu_costs(runs: list[Json]) -> str:
+    """Return the table of what a policy costs beside throughput: a row per policy."""
+    rows = [
+        "| policy | time per token p95 | TTFT p95 | growths | growth p50 / p99 "
+        "| device memory of one EngineCore |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for policy in policies_of(runs):
+        mine = [run for run in runs if run["policy"] == policy]
+        growth = [
+            show(scaled(middle(mine, worst("grow_latency_s", part)), 1e3), "{:,.1f}")
+            for part in ("p50", "p99")
+        ]
+        held = middle(mine, worst("engine_core_device_bytes"))
+        cells = [
+            policy,
+            show(scaled(middle(mine, worst("tpot_s", "p95")), 1e3), "{:,.1f} ms"),
+            show(middle(mine, worst("ttft_s", "p95")), "{:,.2f} s"),
+            show(middle(mine, total("growths")), "{:,.0f}"),
+            f"{' / '.join(growth)} ms" if growth[0] != NOTHING else NOTHING,
+            NOTHING if held is None else format_bytes(int(held)),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def described(result: Json) -> str:
@@ -91,8 +141,11 @@ def described(result: Json) -> str:
     repeats = " to ".join(map(str, sorted({min(counts), max(counts)})))
     engine = "simulated engine" if runs[0]["engine"] == "sim" else f"vLLM {versions['vllm']}"
     hardware = result["hardware"]
+    where = f"{hardware['cpu']}, {hardware['cores']} cores"
+    if hardware["device"] == "cuda":
+        where = f"{hardware['gpus']} x {hardware['gpu']}"
     return (
-        f"{engine}, {hardware['cpu']}, {hardware['cores']} cores, commit {result['commit']}, "
+        f"{engine}, {where}, commit {result['commit']}, "
         f"{repeats} {'repeat' if repeats == '1' else 'interleaved repeats'}"
     )
 
@@ -152,14 +205,17 @@ def driver_calls() -> str:
     return "\n".join(rows)
 
 
-def control_path() -> str:
+def control_path(name: str) -> str:
     """Return the table of one growth and one shrink over all ranks: a row per ranks and layout."""
-    found: Json = json.loads((RESULTS / "control-path-host.json").read_text())
+    found = load(name)
     named = found["hardware"]
+    where = f"host memory, {named['cpu']}, {named['cores']} cores"
+    if "mps" in named:
+        where = f"GPU memory, {named['device']}"
     rows = [
-        f"**One growth and one shrink over all ranks, messages included**, host memory, extents of "
-        f"{format_bytes(found['extent_bytes'])}, {named['cpu']}, {named['cores']} cores, commit "
-        f"{found['commit'][:12]}, p50 / p99 of {found['rounds']}",
+        f"**One growth and one shrink over all ranks, messages included**, {where}, extents of "
+        f"{format_bytes(found['extent_bytes'])}, commit {found['commit'][:12]}, p50 / p99 of "
+        f"{found['rounds']}",
         "",
         "| layout | ranks | extents at once | growth | told to handed out | shrink |",
         "|---|--:|--:|--:|--:|--:|",

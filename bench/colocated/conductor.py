@@ -13,6 +13,7 @@ from collections.abc import Callable
 from bench.colocated import workload
 from bench.colocated.channel import FinishRun, Outcome, RunFinished, RunStarted, StartRun, Submit
 from bench.colocated.fleet import Fleet, Instance
+from bench.colocated.gpus import Watch
 from bench.colocated.outcome import Answered, InstanceOutcome, RunOutcome
 from bench.colocated.setup import Setup
 
@@ -59,7 +60,8 @@ class Conductor:
             if not isinstance(report, RunStarted):
                 raise instance.error(f"said {report} at the start of a run")
         started_s = time.monotonic()
-        await self._until_answered()
+        async with Watch(self._setup.gpus) as watch:
+            await self._until_answered()
         finished = []
         for instance in instances:
             instance.tell(FinishRun())
@@ -82,6 +84,7 @@ class Conductor:
             engine=self._setup.engine,
             started_s=started_s,
             instances=finished,
+            devices=watch.seen,
         )
 
     async def _until_answered(self) -> None:

@@ -7,7 +7,7 @@ while starting one costs more than a run; prefixes and counters are forgotten be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -39,8 +39,15 @@ def available_bytes() -> int:
 class Crew:
     """The fleets of a bench. `async with` stops whatever was started."""
 
-    def __init__(self, setup: Setup, log_dir: Path, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        log_dir: Path,
+        tell: Callable[[str], None],
+        site: Mapping[str, str] | None = None,
+    ) -> None:
         self._setup = setup
+        self._site = site
         self._log_dir = log_dir
         self._tell = tell
         self._fleets: dict[str, Fleet] = {}
@@ -52,16 +59,21 @@ class Crew:
         if policy in self._fleets:
             fleet = self._fleets.pop(policy)
         else:
-            while self._fleets and available_bytes() < self._fleet_bytes + RESERVE_BYTES:
+            while self._fleets and not self._has_room():
                 await self._fleets.pop(next(iter(self._fleets))).stop()
             self._tell(f"starting {self._setup.shape.instances} instances for {policy}")
             before = available_bytes()
-            fleet = await Fleet(self._setup, policy, self._log_dir).start()
+            fleet = await Fleet(self._setup, policy, self._log_dir, self._site).start()
             self._fleets[policy] = fleet
             await self._warm_up(fleet)
             self._fleet_bytes = max(0, before - available_bytes())
         self._fleets[policy] = fleet
         return fleet
+
+    def _has_room(self) -> bool:
+        """Whether one more fleet fits. A GPU's memory is for one fleet at a time."""
+        on_cpus = self._setup.device == "cpu"
+        return on_cpus and available_bytes() >= self._fleet_bytes + RESERVE_BYTES
 
     async def _warm_up(self, fleet: Fleet) -> None:
         """Play a few requests nobody counts: first steps of an engine load and allocate."""

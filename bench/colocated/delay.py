@@ -21,14 +21,16 @@ def delay_s() -> float:
 
 
 def install() -> None:
-    """Delay the host driver's prepare and commit, that is each answer to such an order."""
+    """Delay the drivers' prepare and commit, that is each answer to such an order."""
+    from kvadmit.vmm_cuda import CudaAddressSpace
     from kvadmit.vmm_host import HostAddressSpace
 
     seconds = delay_s()
     if seconds <= 0:
         return
-    for name in ("prepare", "commit"):
-        setattr(HostAddressSpace, name, _late(getattr(HostAddressSpace, name), seconds))
+    for driver in (HostAddressSpace, CudaAddressSpace):
+        for name in ("prepare", "commit"):
+            setattr(driver, name, _late(getattr(driver, name), seconds))
 
 
 def _late(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -31,7 +32,7 @@ from bench.colocated.channel import (
 from bench.colocated.policies import ROOT, Launch, launches
 from bench.colocated.setup import Setup
 
-START_S = 240.0
+START_S = 400.0
 STOP_S = 30.0
 LOG_LINES = 15
 
@@ -124,14 +125,17 @@ class Instance:
 class Fleet:
     """All instances of one policy, in one run directory."""
 
-    def __init__(self, setup: Setup, policy: str, log_dir: Path) -> None:
+    def __init__(
+        self, setup: Setup, policy: str, log_dir: Path, site: Mapping[str, str] | None = None
+    ) -> None:
+        """`site`: variables that instances get on this machine."""
         self.policy = policy
         # Short, because sockets live in it; private, because kvadmit insists.
         self._run_dir = tempfile.mkdtemp(prefix="kvb-")
         log_dir.mkdir(parents=True, exist_ok=True)
         self.instances = [
             Instance(launch, log_dir / f"{launch.spec.name}.log")
-            for launch in launches(setup, policy, self._run_dir)
+            for launch in launches(setup, policy, self._run_dir, site)
         ]
 
     async def start(self) -> Self:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+Run = tuple[str, int, str]
+"""Policy, repeat, scenario."""
+
 
 def interleave(policies: Sequence[str], repeats: int) -> list[tuple[str, int]]:
     """Return `(policy, repeat)` in running order: A B, B A, A B ... (A-B-B-A).
@@ -21,8 +24,6 @@ def interleave(policies: Sequence[str], repeats: int) -> list[tuple[str, int]]:
     return order
 
 
-def missing(
-    order: Sequence[tuple[str, int]], done: Collection[tuple[str, int]]
-) -> list[tuple[str, int]]:
+def missing(order: Sequence[Run], done: Collection[Run]) -> list[Run]:
     """Return the runs of `order` that are not among `done`, in order."""
     return [run for run in order if run not in done]

@@ -85,6 +85,13 @@ class InstanceOutcome(msgspec.Struct, frozen=True, kw_only=True):
     counted: Counted
 
 
+class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPUs at one moment: bytes in use on each, by whomever. Monotonic clock."""
+
+    at_s: float
+    used_bytes: list[int]
+
+
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """One run of one policy. `started_s` on the monotonic clock."""
 
@@ -94,3 +101,4 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     started_s: float
     instances: list[InstanceOutcome]
+    devices: list[DeviceUse] = []

@@ -3,9 +3,10 @@
 Owns: the policies' names, engine arguments and environments. Must not know: what they
 decide at run time.
 
-All of them wait for messages alike (`short_waits`).
+On CPUs all of them wait for messages alike (`short_waits`); on GPUs as vLLM does.
 
 - `static`: stock vLLM, the pool split evenly.
+- `kvcached`: kvcached, EngineCore-owned; GPUs only.
 - `sync`: growth as a synchronous call on the scheduler's path (see `sync_policy/`).
 - `event`: kvadmit.
 """
@@ -13,6 +14,7 @@ All of them wait for messages alike (`short_waits`).
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,19 +23,27 @@ import msgspec
 from bench.colocated import delay
 from bench.colocated.channel import Spec
 from bench.colocated.setup import Setup
+from kvadmit.units import GIB
 
-Policy = Literal["static", "sync", "event"]
+Policy = Literal["static", "kvcached", "sync", "event"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN_PATHS = (str(ROOT), str(ROOT / "bench" / "colocated" / "plugins"))
 """What a process of vLLM's needs on its path to find the bench's plugins."""
 PLUGINS = {
-    "static": "kvadmit_bench_short_waits",
-    "sync": "kvadmit_bench_short_waits,kvadmit_bench_sync",
-    "event": "kvadmit_bench_short_waits,kvadmit,kvadmit_bench_event",
+    "static": (),
+    "kvcached": (),
+    "sync": ("kvadmit_bench_sync",),
+    "event": ("kvadmit", "kvadmit_bench_event"),
 }
-"""vLLM's allow-list of plugins; an unset one would load every plugin there is."""
+SHORT_WAITS = "kvadmit_bench_short_waits"
+MARGIN_BYTES = 1 * GIB
+"""What no policy lends of a GPU: PyTorch's allocator may grow a little at any time."""
+UTILIZATION = 0.01
+"""For whoever is told the size of its KV cache: vLLM's gate at the start asks for no more."""
+BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
+GRAPH_BATCHES = [1, 2, 4, 8, *range(16, 257, 16)]
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +53,13 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
 
 
-def launches(setup: Setup, policy: str, run_dir: str) -> list[Launch]:
-    """Return what to start for `policy`; `run_dir` is the instances' common directory."""
+def launches(
+    setup: Setup, policy: str, run_dir: str, site: Mapping[str, str] | None = None
+) -> list[Launch]:
+    """Return what to start for `policy`; `run_dir` is the instances' common directory.
+
+    `site`: variables that every instance gets on this machine, like an MPS daemon's.
+    """
     made = []
     for number in range(setup.shape.instances):
         name = f"{policy}-{chr(ord('a') + number)}"
@@ -56,7 +71,8 @@ def launches(setup: Setup, policy: str, run_dir: str) -> list[Launch]:
             vocabulary=VOCABULARY,
             engine_args=_arguments(setup, policy, name, run_dir),
         )
-        made.append(Launch(spec=spec, environment=_environment(setup, policy)))
+        environment = _environment(setup, policy, name) | dict(site or {})
+        made.append(Launch(spec=spec, environment=environment))
     return made
 
 
@@ -85,39 +101,71 @@ def _arguments(setup: Setup, policy: str, name: str, run_dir: str) -> dict[str, 
         "model": setup.model,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "enforce_eager": True,
         "seed": setup.seed,
         "tensor_parallel_size": setup.tp,
         "max_model_len": setup.max_model_len,
         "block_size": setup.block_tokens,
         "max_num_seqs": setup.max_num_seqs,
-        "max_num_batched_tokens": 2048,
+        "max_num_batched_tokens": BATCH_TOKENS[setup.device],
         "enable_prefix_caching": True,
         "disable_log_stats": True,
+        **_device_arguments(setup),
         **memory,
     }
 
 
+def _device_arguments(setup: Setup) -> dict[str, Any]:
+    if setup.device == "cpu":
+        return {"enforce_eager": True}
+    return {
+        "dtype": "bfloat16",
+        "compilation_config": {"cudagraph_capture_sizes": GRAPH_BATCHES},
+    }
+
+
 def _memory(setup: Setup, policy: str, name: str, run_dir: str) -> dict[str, Any]:
+    on_gpus = setup.device == "cuda"
     if policy == "static":
-        return {"kv_cache_memory_bytes": share_bytes(setup)}
-    section = {"enable": True, "name": name, "run_dir": run_dir, "host_pool": setup.pool_bytes}
+        fixed = {"gpu_memory_utilization": UTILIZATION} if on_gpus else {}
+        return {"kv_cache_memory_bytes": share_bytes(setup), **fixed}
+    if policy == "kvcached":
+        # What an instance may have by itself: all the KV memory, and what it holds beside it.
+        most = setup.pool_bytes // setup.tp + setup.base_bytes
+        return {"gpu_memory_utilization": most / setup.gpus[0].total_bytes}
+    section: dict[str, Any] = {"enable": True, "name": name, "run_dir": run_dir}
+    if on_gpus:
+        section |= {
+            "margin": MARGIN_BYTES,
+            "start": setup.base_bytes,
+            "cap": setup.pool_bytes // setup.tp,
+        }
+    else:
+        section["host_pool"] = setup.pool_bytes
     return {"additional_config": {"kvadmit": section}}
 
 
-def _environment(setup: Setup, policy: str) -> dict[str, str]:
+def _environment(setup: Setup, policy: str, name: str) -> dict[str, str]:
+    plugins = (SHORT_WAITS, *PLUGINS[policy]) if setup.device == "cpu" else PLUGINS[policy]
     environment = dict(os.environ)
     environment.update(
-        VLLM_PLUGINS=PLUGINS[policy],
-        VLLM_LOGGING_LEVEL="WARNING",
+        # An allow-list; an unset one would load every plugin there is.
+        VLLM_PLUGINS=",".join(plugins),
+        VLLM_LOGGING_LEVEL="WARNING" if setup.device == "cpu" else "INFO",
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
         HF_HUB_OFFLINE="1",
-        # One compute thread per rank, wherever the system likes: with more, instances on few
-        # cores measure each other's barriers. The same for every policy.
-        OMP_NUM_THREADS="1",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
         PYTHONPATH=os.pathsep.join([*PLUGIN_PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]),
     )
+    if setup.device == "cpu":
+        # One compute thread per rank, wherever the system likes: with more, instances on few
+        # cores measure each other's barriers. The same for every policy.
+        environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if policy == "kvcached":
+        environment |= {
+            "ENABLE_KVCACHED": "true",
+            "KVCACHED_AUTOPATCH": "1",
+            "KVCACHED_IPC_NAME": f"{name}-{os.getpid()}",
+            "KVCACHED_GPU_UTILIZATION": str(1 - MARGIN_BYTES / setup.gpus[0].total_bytes),
+        }
     environment[delay.VARIABLE] = str(setup.worker_delay_ms)
     return environment

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -81,17 +81,22 @@ def run_entry(outcome: RunOutcome) -> Json:
 
 
 def samples_entry(outcome: RunOutcome) -> Json:
-    """Return the run's samples, times in seconds after its start."""
+    """Return the run's samples, times in seconds after its start.
+
+    `devices` (on GPUs only): time, then bytes in use on each GPU.
+    """
     start = outcome.started_s
 
     def after(at_s: float | None) -> float | None:
         return None if at_s is None else round(at_s - start, 4)
 
+    devices = [[after(use.at_s), *use.used_bytes] for use in outcome.devices]
     return {
         "policy": outcome.policy,
         "repeat": outcome.repeat,
         "scenario": outcome.scenario,
         "engine": outcome.engine,
+        **({"devices": devices} if devices else {}),
         "instances": [
             {
                 "name": instance.name,
@@ -120,16 +125,23 @@ class ResultFiles:
     """
 
     def __init__(
-        self, path: Path, *, seed: int, workload: Json, append: bool, tree: str | None = None
+        self,
+        path: Path,
+        *,
+        seed: int,
+        workload: Json,
+        append: bool,
+        tree: str | None = None,
+        devices: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tree`: the commit that is run, where git cannot say it."""
+        """`tree`: the commit that is run, where git cannot say it. `devices`: GPUs it runs on."""
         self.path = path
         self.samples_path = path.with_suffix(".samples.json")
         self.result: Json = {
             "schema": SCHEMA,
             "commit": tree or commit(),
             "seed": seed,
-            "hardware": hardware(),
+            "hardware": hardware() | dict(devices or {}),
             "versions": versions(),
             # As it will be read back: a tuple is a list in JSON.
             "workload": msgspec.json.decode(msgspec.json.encode(workload)),
@@ -155,12 +167,12 @@ class ResultFiles:
                 raise StaleResultError(f"{self.path}: {_difference(key, old, self.result)}")
         self.result["runs"] = old["runs"]
 
-    def done(self, scenario: str, engine: str) -> set[tuple[str, int]]:
-        """Return `(policy, repeat)` of the runs that the file already has."""
+    def done(self, engine: str) -> set[tuple[str, int, str]]:
+        """Return `(policy, repeat, scenario)` of the runs that the file already has."""
         return {
-            (run["policy"], run["repeat"])
+            (run["policy"], run["repeat"], run["scenario"])
             for run in self.result["runs"]
-            if run["scenario"] == scenario and run["engine"] == engine
+            if run["engine"] == engine
         }
 
     def add(self, outcome: RunOutcome) -> Json:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from bench.colocated.gpus import Gpu
 from bench.colocated.workload import Shape
 
 EngineKind = Literal["vllm", "sim"]
@@ -23,7 +24,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     `model`: directory of the model vLLM loads. `worker_delay_ms` is added to every answer of
     a worker to a growth order. `probes`: per instance, clients whose one-block requests need
-    no growth. `timeout_s` bounds one run.
+    no growth. `timeout_s` bounds one run. On GPUs (`device` "cuda"): rank r is on the r-th of
+    `gpus`, `leave_bytes` are what the ballast leaves of each for everybody, and `base_bytes` what
+    an instance is taken to hold on each beside KV memory.
     """
 
     shape: Shape
@@ -39,6 +42,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 128
     sample_s: float = 0.1
     timeout_s: float = 600.0
+    device: Literal["cpu", "cuda"] = "cpu"
+    gpus: tuple[Gpu, ...] = ()
+    leave_bytes: int | None = None
+    base_bytes: int = 0
 
     def workload(self) -> dict[str, Any]:
         """Return the part of the JSON by which two results are known to be comparable.
@@ -47,8 +54,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         """
         shape = msgspec.to_builtins(self.shape)
         del shape["scenario"]
+        on_gpus = {"leave_bytes": self.leave_bytes, "base_bytes": self.base_bytes}
         return {
             **shape,
+            **(on_gpus if self.device == "cuda" else {}),
             "tp": self.tp,
             "pool_bytes": self.pool_bytes,
             "model": self.model.rsplit("/", 1)[-1],

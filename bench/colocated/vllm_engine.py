@@ -7,18 +7,21 @@ the sync policy's from a status call that runs between steps.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from bench.colocated import status
+from bench.colocated import gpus, status
 from bench.colocated.channel import Ready
+from bench.colocated.kvcached_levels import KvcachedLevels
 from bench.colocated.outcome import Counted, Level
 from vllm import SamplingParams
 
@@ -64,7 +67,10 @@ class VllmEngine:
         self._before: status.Status | None = None
         self._peak_bytes = 0
         cache = llm.vllm_config.cache_config
-        self._capacity = cache.kv_cache_memory_bytes * llm.vllm_config.parallel_config.world_size
+        ranks = llm.vllm_config.parallel_config.world_size
+        self._kvcached = KvcachedLevels(ranks) if policy == "kvcached" else None
+        known = cache.kv_cache_memory_bytes or 0
+        self._capacity = known * ranks
         self.ready = Ready(
             capacity_bytes=self._capacity,
             facts={"block_tokens": cache.block_size, "blocks": cache.num_gpu_blocks},
@@ -94,7 +100,7 @@ class VllmEngine:
             held, running, waiting = await self._llm.engine_core.call_utility_async(status.LEVEL)
         else:
             busy = self._llm.output_processor.has_unfinished_requests()
-            held = self._capacity
+            held = self._kvcached.held_bytes() if self._kvcached else self._capacity
             running = self._steps.running if busy else 0
             waiting = self._steps.waiting if busy else 0
         self._peak_bytes = max(self._peak_bytes, held)
@@ -103,14 +109,31 @@ class VllmEngine:
     async def counted(self) -> Counted:
         preemptions = self._steps.preemptions - self._preemptions_before
         if self._before is None:
-            return Counted(preemptions=preemptions, peak_held_bytes=self._capacity)
-        return status.counted(await self._status(), self._before, preemptions, self._peak_bytes)
+            counted = Counted(preemptions=preemptions, peak_held_bytes=self._peak_bytes)
+        else:
+            newest = await self._status()
+            counted = status.counted(newest, self._before, preemptions, self._peak_bytes)
+        core_bytes = await asyncio.to_thread(_core_bytes, self._core_pid())
+        return msgspec.structs.replace(counted, engine_core_device_bytes=core_bytes)
+
+    def _core_pid(self) -> int:
+        processes = self._llm.engine_core.resources.engine_manager.processes
+        return int(processes[0].pid)
 
     async def _status(self) -> status.Status:
         return status.parse(await self._llm.engine_core.call_utility_async(status.UTILITY))
 
     async def stop(self) -> None:
         self._llm.shutdown(timeout=STOP_S)
+
+
+def _core_bytes(pid: int) -> int | None:
+    """Return what EngineCore holds on the GPUs; None on a machine without, or that cannot say.
+
+    One that has no context is not in the driver's list. That says so only where others are.
+    """
+    held = gpus.process_bytes()
+    return held.get(pid, 0) if held else None
 
 
 async def start(name: str, policy: str, arguments: dict[str, Any]) -> VllmEngine:

@@ -31,6 +31,7 @@ from kvadmit.lease import LeaseLine
 from kvadmit.messages import (
     AgentHello,
     Answer,
+    BaseMeasured,
     DeviceReading,
     MapGrant,
     Message,
@@ -102,6 +103,8 @@ class Agent:
         self._ready = threading.Event()
         self._error: Exception | None = None
         self._memory = (0, 0)
+        self._outgoing: deque[Message] = deque()
+        """Messages from other threads."""
         self._lease: LeaseLine | None = None
         self._dealer: BlockingDealer | None = None
         self._poller: AgentPoller | None = None
@@ -133,6 +136,12 @@ class Agent:
         """
         self._enqueued = step
         if self._step_awaited and self._poller is not None:
+            self._poller.wake()
+
+    def publish_base(self, base_bytes: int) -> None:
+        """Say what this process holds on its device beside elastic KV, once it is warmed up."""
+        self._outgoing.append(BaseMeasured(rank=self.rank, base_bytes=base_bytes))
+        if self._poller is not None:
             self._poller.wake()
 
     def set_capturing(self, capturing: bool) -> None:
@@ -229,6 +238,8 @@ class Agent:
             if isinstance(event, member.DeviceIdle):
                 self._device_waits -= 1
             self._handle(event)
+        while self._outgoing:
+            self._send(self._outgoing.popleft())
         for capturing, _ in list(self._capture_acks):
             if capturing != self._member.capturing:
                 self._handle(member.CaptureChanged(time.monotonic(), capturing))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvadmit.errors import InvariantViolation, LocalProtocolError
+from kvadmit.errors import InvariantViolation, LocalProtocolError, RemoteProtocolError
 from kvadmit.extents import from_runs, to_runs
 from kvadmit.group_events import (
     AgentJoined,
@@ -50,6 +50,7 @@ from kvadmit.messages import (
     AgentHello,
     Allowance,
     Answer,
+    BaseMeasured,
     Bye,
     Elect,
     Geometry,
@@ -102,6 +103,8 @@ class Group:
         self.book = OrderBook(ranks)
         self.joined: dict[int, AgentHello] = {}
         self.lost_ranks: set[int] = set()
+        self.base_bytes: dict[int, int] = {}
+        """Rank -> what it holds beside elastic KV, once it has measured that."""
         self.pool = PoolSide()
         self.serving = False
         self.stopping = False
@@ -200,6 +203,9 @@ class Group:
         message = event.message
         if event.rank not in self.joined:
             raise LocalProtocolError(f"rank {event.rank} has not joined")
+        if isinstance(message, BaseMeasured):
+            self._take_base(message, event.now_s, effects)
+            return
         operation = None
         if isinstance(message, Answer):
             operation = self.book.answer(event.rank, message, effects)
@@ -208,6 +214,20 @@ class Group:
         if operation is None:
             return  # a reading, a repeat, or not the last answer yet
         self._finish(operation, event.now_s, effects)
+
+    def _take_base(self, message: BaseMeasured, now_s: float, effects: list[Effect]) -> None:
+        """Book what the ranks really use in place of what they announced, once all have said."""
+        if message.base_bytes < 0:
+            raise RemoteProtocolError(f"rank {message.rank} uses {message.base_bytes} bytes")
+        self.base_bytes[message.rank] = message.base_bytes
+        if len(self.base_bytes) < self.ranks:
+            return
+        total = dict.fromkeys((hello.device for hello in self.joined.values()), 0)
+        for rank, size in self.base_bytes.items():
+            total[self.joined[rank].device] += size
+        hello = self.link.introduce(base_bytes=total)
+        if self.link.phase != "lost":
+            self._say(hello, now_s, effects)
 
     def _arbiter_sent(self, event: ArbiterSent, effects: list[Effect]) -> None:
         message, allowance = event.message, self.link.allowance

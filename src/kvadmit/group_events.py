@@ -14,6 +14,7 @@ from kvadmit.link import Call
 from kvadmit.messages import (
     AgentHello,
     Answer,
+    BaseMeasured,
     Bye,
     DeviceReading,
     Geometry,
@@ -58,11 +59,11 @@ class AgentLost(msgspec.Struct, frozen=True):
 
 
 class AgentSent(msgspec.Struct, frozen=True):
-    """A rank answered an order or published a reading."""
+    """A rank answered an order, published a reading or measured its base."""
 
     now_s: float
     rank: int
-    message: Answer | Headroom
+    message: Answer | Headroom | BaseMeasured
 
 
 class ArbiterFound(msgspec.Struct, frozen=True):

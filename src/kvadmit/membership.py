@@ -157,7 +157,8 @@ def why_unfit(
                 "other's time slices; start nvidia-cuda-mps-control -d and then both with its "
                 "CUDA_MPS_PIPE_DIRECTORY, or set kvadmit.mps to ignore for both"
             )
-    if hello.geometry is None:
+    if hello.geometry is None or hello.base_bytes is not None:
+        # Measured is what holds its memory already: refusing it would free nothing.
         return ""
     for device, cost in hello.geometry.extent_bytes.items():
         others = {

@@ -98,6 +98,13 @@ class Headroom(msgspec.Struct, frozen=True, kw_only=True, tag="headroom"):
     reading: DeviceReading
 
 
+class BaseMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="base_measured"):
+    """What the rank's process holds on its device beside elastic KV, in bytes, once warmed up."""
+
+    rank: int
+    base_bytes: int
+
+
 # --- coordinator -> agent ------------------------------------------------------------------
 
 
@@ -278,7 +285,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     snapshot: dict[str, object]
 
 
-ToCoordinator = AgentHello | Answer | Headroom
+ToCoordinator = AgentHello | Answer | Headroom | BaseMeasured
 ToAgent = MapGrant | ReadDevice
 ToArbiter = Hello | Report | Bye | StatusQuery
 ToInstance = Welcome | Seen | StartTurn | Allowance | Elect | Resync | Refused | Status

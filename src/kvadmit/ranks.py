@@ -15,7 +15,7 @@ import msgspec
 from kvadmit.channel import AsyncRouter
 from kvadmit.errors import KvAdmitError, ProtocolError, RemoteProtocolError
 from kvadmit.lease import LeaseServer
-from kvadmit.messages import AgentHello, Answer, Header, Headroom, Message, ToAgent
+from kvadmit.messages import AgentHello, Answer, BaseMeasured, Header, Headroom, Message, ToAgent
 from kvadmit.rundir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class RankChannels:
         devices: Sequence[str],
         *,
         on_joined: Callable[[AgentHello], None],
-        on_sent: Callable[[int, Answer | Headroom], None],
+        on_sent: Callable[[int, Answer | Headroom | BaseMeasured], None],
         on_lost: Callable[[int], None],
     ) -> None:
         self._devices = tuple(devices)
@@ -85,7 +85,7 @@ class RankChannels:
             match message:
                 case AgentHello():
                     self._join(peer, message)
-                case Answer() | Headroom():
+                case Answer() | Headroom() | BaseMeasured():
                     rank = self._ranks.get(peer)
                     if rank is None or rank != message.rank:
                         raise RemoteProtocolError(f"{peer} answered as rank {message.rank}")

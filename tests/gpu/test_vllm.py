@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 
 from kvadmit.errors import KvAdmitError
+from kvadmit.rendezvous import ask_status
+from kvadmit.rundir import RunDir
 from kvadmit.testing.tiny_model import TinyModel
 from kvadmit.units import GIB, MIB
 from kvadmit.vllm.devices import read_gpu
@@ -144,8 +146,12 @@ def compute_pids() -> set[int]:
 
 
 def test_engine_core_has_no_context_and_its_worker_has(run_dir: Path) -> None:
-    with engines(elastic(run_dir, 1)) as (child,):
+    """Nor does structured output make one, by a back end that pins its bitmask."""
+    guided = {"structured_outputs_config": {"backend": "guidance"}}
+    with engines(elastic(run_dir, 1) | guided) as (child,):
         child.generate(prompts(8), 16)
+        texts = child.ask("structured", choices=["north", "south"], count=4)["texts"]
+        assert set(texts) <= {"north", "south"}
         tree = ProcessTree(child.process.pid)
         try:
             core, worker = tree.pid_of("EngineCore"), tree.pid_of("Worker")
@@ -155,17 +161,29 @@ def test_engine_core_has_no_context_and_its_worker_has(run_dir: Path) -> None:
             tree.close()
 
 
+def base_bytes(run_dir: Path, ranks: int) -> int:
+    """Return what an engine measures beside KV memory on a GPU: less than a start books."""
+    with engines(elastic(run_dir, ranks, start=6 * GIB)) as (child,):
+        child.generate(prompts(8), 16)
+        (one,) = ask_status(RunDir.open(str(run_dir)))["instances"].values()  # type: ignore[attr-defined]
+        base = max(one["base_bytes"].values())
+    assert GIB // 4 < base < 6 * GIB, "a context, weights and graphs"
+    report.info("tp%d holds %s beside KV memory", ranks, base)
+    return int(base)
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_two_engines_share_their_gpus_and_everyone_finishes(run_dir: Path, ranks: int) -> None:
     """What both may hold is less than both want; with two ranks under the user's MPS daemon."""
     if ranks > 1 and not DEVICE.mps:
         pytest.skip("no MPS daemon: spinning collectives would starve each other")
-    free = read_gpu(DEVICE.uuid)[0]
     shared = 100 * MIB
-    # Starts are booked as 6 GiB each and take less: the rest of the device is margin.
+    free = read_gpu(DEVICE.uuid)[0]
+    base = base_bytes(run_dir, ranks)
+    # The rest of the device is margin.
     settings: dict[str, Any] = {
-        "margin": free - 12 * GIB - shared,
-        "start": 6 * GIB,
+        "margin": free - 2 * base - shared,
+        "start": base,
         "extent": 2 * MIB,
     }
     several = [elastic(run_dir, ranks, name, **settings) for name in ("a", "b")]

@@ -23,6 +23,8 @@ from integration.cluster import (
 from kvadmit import agent, member, orders
 from kvadmit.agent import Agent
 from kvadmit.errors import DriverError, PeerLostError
+from kvadmit.rendezvous import ask_status
+from kvadmit.rundir import RunDir
 from kvadmit.vmm import BatchResult
 from kvadmit.vmm_host import GRANULE_BYTES, HostAddressSpace
 
@@ -89,6 +91,19 @@ def test_memory_is_there_when_resident_and_zero_after_each_growth(run_dir: Path)
             engine.wait_held(1)
         assert engine.ranks[0].pool.booked_bytes == GRANULE_BYTES
         buffer.release()
+
+
+def test_what_a_rank_measured_is_what_the_arbiter_books(run_dir: Path) -> None:
+    engine = Engine(run_dir, "alpha")
+    with running(engine):
+        engine.ranks[0].agent.publish_base(3 * GRANULE_BYTES)
+
+        def booked() -> bool:
+            instances: Any = ask_status(RunDir.open(str(run_dir)))["instances"]
+            (record,) = instances.values()
+            return bool(record["base_bytes"] == {"host": 3 * GRANULE_BYTES})
+
+        wait_until(booked, "the measured base is booked")
 
 
 def test_a_driver_that_raises_still_answers(run_dir: Path) -> None:

@@ -595,6 +595,16 @@ def test_a_measured_base_replaces_what_was_announced() -> None:
     assert host.machine.capacity("g") == 7 * MIB
 
 
+def test_who_measured_more_than_it_announced_stays_a_member() -> None:
+    host = Host()
+    host.sent("a", hello("a", start_bytes={"g": 1 * MIB}))
+    host.report("a", 2, **host.shown(7))
+    effects = host.hello("a", revision=2, start_bytes={"g": 1 * MIB}, base_bytes={"g": 9 * MIB})
+    assert not [e for e in effects if isinstance(e, Send) and isinstance(e.message, Refused)]
+    assert host.machine.capacity("g") == 1 * MIB
+    assert host.machine.instances["a"].account.held == 2, "it goes on with what it has"
+
+
 def test_who_serves_already_waits_for_no_start_at_a_new_arbiter() -> None:
     host = Host()
     fields: dict[str, Any] = {"start_bytes": {"g": 2 * MIB}}

@@ -14,8 +14,10 @@ from bench.colocated.workload import Shape
 
 from kvadmit.config import Settings
 from kvadmit.vmm import ExtentLayout, Strip
+from kvadmit.vmm_cuda import CudaAddressSpace
 from kvadmit.vmm_host import HostAddressSpace, HostPool
 
+ON_CPUS = [policy for policy in POLICIES if policy != "kvcached"]
 SETUP = Setup(
     shape=Shape(scenario="alternating", instances=2, requests=2),
     engine="vllm",
@@ -57,7 +59,7 @@ def test_longest_request_fits_the_model_and_the_static_share() -> None:
 @pytest.mark.parametrize(
     ("argv", "cure"),
     [
-        (["--policy", "magic"], "static, sync, event"),
+        (["--policy", "magic"], "static, kvcached, sync, event"),
         (["--requests", "0"], "1 or more"),
         (["--requests", "few"], "1 or more"),
         (["--prompt-tokens", "9:3"], "LOW:HIGH"),
@@ -75,13 +77,6 @@ def test_nonsense_is_refused_with_the_cure(
     said = capsys.readouterr().err.replace("'", "")
     assert argv[0] in said
     assert cure in said
-
-
-def test_cuda_says_when_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        contention.main(["--device", "cuda"])
-    assert ended.value.code == 2
-    assert "comes with the GPU release" in capsys.readouterr().err
 
 
 def test_demo_is_a_preset_that_flags_still_change() -> None:
@@ -112,7 +107,7 @@ def test_sharing_policies_get_the_whole_pool_by_settings_kvadmit_accepts(policy:
 
 def test_policies_differ_in_nothing_but_memory_and_plugins() -> None:
     stripped = []
-    for policy in POLICIES:
+    for policy in ON_CPUS:
         launch = launches(SETUP, policy, "/run/x")[0]
         engine_args = dict(launch.spec.engine_args)
         engine_args.pop("kv_cache_memory_bytes", None)
@@ -139,8 +134,9 @@ def test_delay_is_passed_on_and_waits_in_prepare_and_commit(
     monkeypatch.setenv(delay.VARIABLE, environment[delay.VARIABLE])
     waited: list[float] = []
     monkeypatch.setattr("time.sleep", waited.append)
-    for name in ("prepare", "commit"):  # restored after the test
-        monkeypatch.setattr(HostAddressSpace, name, getattr(HostAddressSpace, name))
+    for driver in (HostAddressSpace, CudaAddressSpace):  # restored after the test
+        for name in ("prepare", "commit"):
+            monkeypatch.setattr(driver, name, getattr(driver, name))
     delay.install()
     pool = HostPool(tmp_path / "pool", 1 << 20)
     layout = ExtentLayout(4 * 8192, 4, 2, (Strip(0, 4096),))

@@ -178,9 +178,8 @@ def test_append_keeps_runs_and_says_which_are_done(tmp_path: Path) -> None:
     first = files(path)
     first.add(outcome("static", 0))
     again = files(path, append=True)
-    assert again.done("alternating", "vllm") == {("static", 0)}
-    assert again.done("symmetric", "vllm") == set()
-    assert again.done("alternating", "sim") == set()
+    assert again.done("vllm") == {("static", 0, "alternating")}
+    assert again.done("sim") == set()
     again.add(outcome("event", 0))
     written: dict[str, Any] = msgspec.json.decode(path.read_bytes())
     samples: dict[str, Any] = msgspec.json.decode((tmp_path / "r.samples.json").read_bytes())
@@ -216,7 +215,7 @@ def test_append_refuses_another_commit_or_machine(tmp_path: Path) -> None:
     result = msgspec.json.decode(path.read_bytes())
     result["hardware"]["memory_bytes"] += 1
     path.write_bytes(msgspec.json.encode(result))
-    assert files(path, append=True).done("alternating", "vllm") == {("static", 0)}
+    assert files(path, append=True).done("vllm") == {("static", 0, "alternating")}
     result["hardware"]["cores"] = 512
     path.write_bytes(msgspec.json.encode(result))
     with pytest.raises(StaleResultError, match=r"hardware\.cores was 512, is"):

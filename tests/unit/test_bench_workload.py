@@ -99,5 +99,6 @@ def test_repeats_are_interleaved(repeats: int, expected: list[tuple[str, int]]) 
 
 
 def test_runs_that_are_done_are_not_made_again() -> None:
-    order = interleave(["a", "b"], 2)
-    assert missing(order, {("a", 0), ("b", 1)}) == [("b", 0), ("a", 1)]
+    order = [(*run, "symmetric") for run in interleave(["a", "b"], 2)]
+    done = {("a", 0, "symmetric"), ("b", 1, "symmetric"), ("b", 0, "alternating")}
+    assert missing(order, done) == [("b", 0, "symmetric"), ("a", 1, "symmetric")]

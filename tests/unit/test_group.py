@@ -41,6 +41,7 @@ from kvadmit.messages import (
     AgentHello,
     Allowance,
     Answer,
+    BaseMeasured,
     Bye,
     DeviceReading,
     Elect,
@@ -295,6 +296,32 @@ def test_a_start_from_hello_to_ready() -> None:
     ]
     assert e.seen() == [STOP_REPORT]
     assert e.states() == {"absent": 15, "resident": 1}
+
+
+def test_measured_bases_are_announced_once_every_rank_has_said_its_own() -> None:
+    e = engine()
+    sent = e.machine.link.hello
+    assert e.step(AgentSent(0.0, 0, BaseMeasured(rank=0, base_bytes=30))) == []
+    measured = msgspec.structs.replace(
+        sent, revision=sent.revision + 1, base_bytes={"g0": 30, "g1": 40}
+    )
+    assert e.step(AgentSent(0.0, 1, BaseMeasured(rank=1, base_bytes=40))) == [
+        SendArbiter(measured),
+        StartTimer("hello", ANSWER_WAIT_S),
+    ]
+    with pytest.raises(RemoteProtocolError, match="rank 1 uses -1 bytes"):
+        e.step(AgentSent(0.0, 1, BaseMeasured(rank=1, base_bytes=-1)))
+
+
+def test_bases_of_ranks_on_one_device_add_up_and_wait_for_the_arbiter() -> None:
+    e = engine()
+    e.step(ArbiterLost(0.0))
+    for rank in (0, 1):
+        assert e.step(AgentSent(0.0, rank, BaseMeasured(rank=rank, base_bytes=5))) == []
+    assert e.found()[0] == SendArbiter(e.machine.link.hello), (
+        "a new arbiter hears it with the greeting"
+    )
+    assert e.machine.link.hello.base_bytes == {"g0": 5, "g1": 5}
 
 
 def test_a_start_turn_of_an_older_hello_settles_nothing() -> None:

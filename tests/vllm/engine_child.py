@@ -47,6 +47,8 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     match request["op"]:
         case "generate":
             return generate(llm, request["prompts"], request["tokens"])
+        case "structured":
+            return structured(llm, request["choices"], request["count"])
         case "status":
             return status(llm)
         case "reset":
@@ -77,6 +79,19 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         "finish": [one.finish_reason for one in first],
         "stop": [one.stop_reason for one in first],
     }
+
+
+def structured(llm: Any, choices: list[str], count: int) -> dict[str, Any]:
+    """Return what the model says when it may say one of `choices` only, `count` times."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from vllm import SamplingParams
+
+    wanted = StructuredOutputsParams(choice=choices)
+    sampling = SamplingParams(temperature=0.0, max_tokens=64, structured_outputs=wanted)
+    prompts = [f"number {number}" for number in range(count)]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    return {"texts": [output.outputs[0].text for output in outputs]}
 
 
 def status(llm: Any) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Nvml:
     def __init__(self) -> None:
         self.open = 0
         self.fails = False
+        self.processes: list[Any] = []
 
     def nvmlInit(self) -> None:  # NVML's name
         self.open += 1
@@ -49,6 +50,9 @@ class Nvml:
         if self.fails:
             raise NvmlError("lost")
         return SimpleNamespace(total=TOTAL, free=100 * GIB)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[Any]:
+        return self.processes
 
 
 @pytest.fixture
@@ -108,6 +112,15 @@ def test_a_local_checkpoint_counts_for_the_start(nvml: Nvml, tmp_path: Path) -> 
     found = module.devices_of(config(model=str(tmp_path)), Settings())
     assert found.start_bytes["GPU-0"] == 3 * GIB + 2048
     assert module.devices_of(config(), Settings(start=7)).start_bytes["GPU-1"] == 7
+
+
+def test_what_a_process_holds_is_known_where_nvml_sees_it(nvml: Nvml) -> None:
+    nvml.processes = [SimpleNamespace(pid=7, usedGpuMemory=5 * GIB)]
+    assert module.process_bytes("GPU-0", 7) == 5 * GIB
+    assert module.process_bytes("GPU-0", 8) is None, "in a container its id is another one"
+    nvml.processes = [SimpleNamespace(pid=7, usedGpuMemory=None)]
+    assert module.process_bytes("GPU-0", 7) is None
+    assert nvml.open == 0
 
 
 def test_amd_gpus_are_not_taken_for_nvidias(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:

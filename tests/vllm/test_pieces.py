@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -23,6 +24,8 @@ from kvadmit.pool import ElasticPool
 from kvadmit.port import PoolPort
 from kvadmit.vllm import frontend
 from kvadmit.vllm.failures import LATE, NEVER, Failures, never_fits, waited_too_long
+from kvadmit.vllm.names import ENABLED
+from kvadmit.vllm.pageable import wrap_grammar_bitmask
 from kvadmit.vllm.replacing import replace
 from kvadmit.vllm.windows import WindowPins
 from kvadmit.vllm.worker import KvBufferContext
@@ -287,3 +290,35 @@ def test_a_replacement_is_made_once() -> None:
     replace(Owner, "act", make)
     replace(Owner, "act", make)
     assert Owner().act() == ["ours", "theirs"]
+
+
+# --- structured output ------------------------------------------------------------------------
+
+
+class Makers(TorchFunctionMode):  # type: ignore[misc]  # vLLM's and torch's are Any here
+    """Makes no tensor while entered; notes who would have been pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: list[bool] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.pinned.append(kwargs["pin_memory"])
+        return "mask"
+
+
+def test_the_token_bitmask_of_an_enabled_engine_is_pageable() -> None:
+    def original(self: Any) -> Any:
+        if self._grammar_bitmask is None:
+            self._grammar_bitmask = torch.full((2, 4), -1, dtype=torch.int32, pin_memory=True)
+        return self._grammar_bitmask
+
+    replaced = wrap_grammar_bitmask(original)
+    with Makers() as makers:
+        for enabled in (True, False):
+            config = SimpleNamespace(**{ENABLED: enabled})
+            manager = SimpleNamespace(vllm_config=config, _grammar_bitmask=None)
+            assert [replaced(manager), replaced(manager)] == ["mask", "mask"]
+    assert makers.pinned == [False, True]

@@ -43,6 +43,9 @@ class SyncAgent:
         self._device_wait = device_wait
         self._path = str(runtime["agents"])
         self._space = space
+        settings = runtime["settings"]
+        assert isinstance(settings, Mapping)
+        self._margin_bytes = int(settings["margin"] or 0)
         self._link: socket.socket | None = None
         self._stopping = False
         self._enqueued = 0
@@ -63,6 +66,9 @@ class SyncAgent:
         with self._step_published:
             self._enqueued = step
             self._step_published.notify_all()
+
+    def publish_base(self, base_bytes: int) -> None:
+        """Do nothing: nobody keeps books here."""
 
     def set_capturing(self, capturing: bool) -> None:
         """Do nothing: no call comes while graphs are captured, before the first step."""
@@ -123,8 +129,8 @@ class SyncAgent:
         space = self._space
         free_bytes, _ = space.read()
         wanted = len(extents) * space.layout.extent_bytes
-        if free_bytes < wanted:
-            return f"{free_bytes} bytes free, {wanted} wanted"
+        if free_bytes - self._margin_bytes < wanted:
+            return f"{free_bytes} bytes free, {wanted} and a margin wanted"
         prepared = space.prepare(extents)
         if prepared.error is not None:
             return str(prepared.error)  # another instance was faster; nothing changed

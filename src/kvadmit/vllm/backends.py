@@ -7,12 +7,14 @@ backend is one more branch here; everything else speaks `AddressSpace`.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from kvadmit.errors import UnsupportedError
+from kvadmit.vllm.devices import process_bytes
 from kvadmit.vmm import AddressSpace, ExtentLayout
 from kvadmit.vmm_cuda import CudaAddressSpace
 from kvadmit.vmm_host import HostAddressSpace, HostPool
@@ -34,11 +36,17 @@ class Backing:
         *,
         pool: HostPool | None = None,
         device_wait: Callable[[], None] | None = None,
+        base_bytes: Callable[[int], int | None] = lambda kv_bytes: None,
     ) -> None:
-        """Take ownership of `space` and `pool`."""
+        """Take ownership of `space` and `pool`.
+
+        `base_bytes(kv_bytes)` returns what this process holds on the device beside `kv_bytes`
+        of KV memory; None where that is nothing or nobody can say.
+        """
         self.space = space
         self.tensor: torch.Tensor | None = tensor
         self.device_wait = device_wait
+        self.base_bytes = base_bytes
         self._pool = pool
 
     def close(self) -> None:
@@ -86,4 +94,14 @@ def _on_gpu(layout: ExtentLayout, device: str, ordinal: int, ranks: int) -> Back
     except BaseException:
         space.close()
         raise
-    return Backing(space, tensor, device_wait=space.wait_device)
+
+    def base_bytes(kv_bytes: int) -> int | None:
+        held = process_bytes(device, os.getpid())
+        if held is None:
+            return None
+        # What PyTorch gave back to the driver since its peak (the activations of the largest
+        # batch) it will take again.
+        again = torch.cuda.max_memory_reserved(ordinal) - torch.cuda.memory_reserved(ordinal)
+        return max(0, held - kv_bytes) + max(0, int(again))
+
+    return Backing(space, tensor, device_wait=space.wait_device, base_bytes=base_bytes)

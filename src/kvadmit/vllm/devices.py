@@ -101,6 +101,17 @@ def read_gpu(uuid: str) -> tuple[int, int]:
     return memory.free, memory.total
 
 
+def process_bytes(uuid: str, pid: int) -> int | None:
+    """Return the bytes that process `pid` holds on a GPU; None where NVML does not see it.
+
+    So it is in a container with process ids of its own. Raises DriverError.
+    """
+    for process in _ask_nvml(uuid, "nvmlDeviceGetComputeRunningProcesses"):
+        if process.pid == pid:
+            return None if process.usedGpuMemory is None else int(process.usedGpuMemory)
+    return None
+
+
 def weights_bytes(model: str) -> int:
     """Return the bytes of a local checkpoint's weights; 0 for a model that is not on disk."""
     directory = Path(model)
@@ -123,14 +134,18 @@ def _cuda_uuid(index: int) -> str:
 
 
 def _memory(uuid: str) -> Any:
+    return _ask_nvml(uuid, "nvmlDeviceGetMemoryInfo")
+
+
+def _ask_nvml(uuid: str, call: str) -> Any:
     from vllm.utils.import_utils import import_pynvml
 
     nvml = import_pynvml()
     try:
         nvml.nvmlInit()
         try:
-            return nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid))
+            return getattr(nvml, call)(nvml.nvmlDeviceGetHandleByUUID(uuid))
         finally:
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:
-        raise DriverError("nvmlDeviceGetMemoryInfo", uuid, str(error)) from error
+        raise DriverError(call, uuid, str(error)) from error

@@ -94,7 +94,7 @@ def _connector(config: Any) -> str:
 def _pipeline(config: Any) -> str:
     stages = _get(config, "parallel_config", "pipeline_parallel_size") or 1
     if stages > 1:
-        return f"pipeline_parallel_size={stages}: vLLM's CPU build cannot run it; use 1"
+        return f"pipeline_parallel_size={stages}: it was never run with kvadmit; use 1"
     return ""
 
 

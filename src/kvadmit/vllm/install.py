@@ -65,8 +65,9 @@ def _install_engine_core() -> None:
     import vllm.v1.engine.core as core
     from vllm.config.scheduler import SchedulerConfig
     from vllm.v1.executor.abstract import Executor
+    from vllm.v1.structured_output import StructuredOutputManager
 
-    from kvadmit.vllm import engine_core, parking, planning, scheduler
+    from kvadmit.vllm import engine_core, pageable, parking, planning, scheduler
 
     replace(Executor, "__init__", engine_core.wrap_executor_init)
     replace(core, "get_kv_cache_configs", planning.wrap_get_kv_cache_configs)
@@ -76,6 +77,7 @@ def _install_engine_core() -> None:
     replace(core.EngineCoreProc, "_process_input_queue", parking.wrap_process_input_queue)
     replace(core.EngineCoreProc, "_process_engine_step", parking.wrap_process_engine_step)
     replace(core.EngineCoreProc, "_handle_client_request", parking.wrap_handle_client_request)
+    replace(StructuredOutputManager, "grammar_bitmask", pageable.wrap_grammar_bitmask)
     if not hasattr(core.EngineCore, "kvadmit_status"):
         core.EngineCore.kvadmit_status = engine_core.kvadmit_status
 

@@ -70,6 +70,7 @@ PLACES: tuple[Place, ...] = (
     Place("CPUWorker.determine_available_memory", _CPU_WORKER),
     Place("CPUWorker.compile_or_warm_up_model", _CPU_WORKER),
     Place("allocate_kv_cache", ("v1/worker/utils.py",)),
+    Place("StructuredOutputManager.grammar_bitmask", ("v1/structured_output/__init__.py",)),
     Place("Scheduler.__init__", _SCHEDULER),
     Place("Scheduler.schedule", _SCHEDULER),
     Place("Scheduler.get_grammar_bitmask", _SCHEDULER),

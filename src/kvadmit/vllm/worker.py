@@ -69,6 +69,21 @@ class WorkerSide:
         """Say that the current step is fully enqueued."""
         self.agent.publish_enqueued(self.step)
 
+    def publish_base(self) -> None:
+        """Measure what this worker holds beside KV memory and say so. It is warmed up."""
+        layout = self.backing.space.layout
+        kv_bytes = self.plan.prefix * layout.extent_bytes
+        base_bytes = self.backing.base_bytes(kv_bytes)
+        if base_bytes is not None:
+            self.agent.publish_base(base_bytes)
+        logger.info(
+            "kvadmit in the worker of rank %d, warmed up: %s of %s backed, %s beside KV memory",
+            self.agent.rank,
+            format_bytes(kv_bytes),
+            format_bytes(layout.buffer_bytes),
+            "not measured" if base_bytes is None else format_bytes(base_bytes),
+        )
+
     def close(self) -> None:
         """End the agent and free the memory. Idempotent."""
         self.agent.stop()
@@ -192,10 +207,12 @@ def _wrap_warm_up(original: Any) -> Callable[..., Any]:
         config.num_blocks = min(blocks, side.plan.prefix * side.plan.extent_blocks)
         side.agent.set_capturing(True)
         try:
-            return original(self)
+            result = original(self)
         finally:
             side.agent.set_capturing(False)
             config.num_blocks = blocks
+        side.publish_base()
+        return result
 
     return compile_or_warm_up_model
 
