@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import signal
 import sys
 from pathlib import Path
 
@@ -236,6 +237,8 @@ def main(argv: list[str] | None = None) -> int:
         asked.set_defaults(**DEMO)
         arguments = asked.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 110)
+    # Asked to end by whomever, it stops what it started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         setup = setup_of(arguments)
         if setup.device == "cpu" and "kvcached" in arguments.policy:
