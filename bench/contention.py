@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         choices=POLICIES,
         default=["static", "event"],
         metavar="POLICY",
-        help=f"one or more of {', '.join(POLICIES)}; ratios are over the first",
+        help=f"some of {', '.join(POLICIES)}; ratios are over the first that was run",
     )
     add(
         "--engine",

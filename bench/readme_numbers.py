@@ -33,7 +33,7 @@ from kvadmit.units import format_bytes
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
-ON_GPUS = ("contention-gpu-tp2",)
+ON_GPUS = ("contention-gpu-tp1", "contention-gpu-tp2")
 PATHS = ("control-path-host", "control-path-cuda")
 DELAYS_MS = (0, 50, 500)
 CALLS_BATCH = 8

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bench.colocated.policies import POLICIES
 from bench.colocated.statistics import Ratio, paired_ratio
 
 Json = dict[str, Any]
@@ -17,8 +18,12 @@ Figure = Callable[[Json], float | None]
 
 
 def policies_of(runs: Sequence[Json]) -> list[str]:
-    """Return the policies of `runs`, in order of first appearance."""
-    return list(dict.fromkeys(run["policy"] for run in runs))
+    """Return the policies of `runs`, in the order in which the bench knows them.
+
+    The first is what the others are compared with, whatever was run first.
+    """
+    found = {run["policy"] for run in runs}
+    return [policy for policy in POLICIES if policy in found]
 
 
 def throughput_ratio(runs: Sequence[Json], policy: str, reference: str) -> Ratio | None:

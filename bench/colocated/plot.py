@@ -74,7 +74,6 @@ def draw(path: Path, result: Json, samples: Json, engine: str, scenario: str) ->
     grid[1][0].set_ylabel("requests waiting")
     if on_gpus:
         grid[2][0].set_ylabel("in use on a GPU, GiB")
-        grid[2][0].set_ylim(bottom=0)
     grid[0][0].set_ylim(0, pool_bytes / unit * 1.12)
     grid[1][0].set_ylim(bottom=0)
     grid[1][0].set_xlim(left=0)

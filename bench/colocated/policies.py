@@ -119,6 +119,8 @@ def _device_arguments(setup: Setup) -> dict[str, Any]:
         return {"enforce_eager": True}
     return {
         "dtype": "bfloat16",
+        # Also with one rank, so that what EngineCore holds is its own.
+        "distributed_executor_backend": "mp",
         "compilation_config": {"cudagraph_capture_sizes": GRAPH_BATCHES},
     }
 

@@ -38,6 +38,9 @@ enum {
     ACCESS_READ_WRITE = 3,
     GRANULARITY_MINIMUM = 0,
     STREAM_NON_BLOCKING = 1,
+    /* The driver takes what is out of its range for the nearest: zeroes that somebody waits for
+     * overtake the kernels of a step that is enqueued already. */
+    STREAM_FIRST = -1000,
     ATTRIBUTE_VMM_SUPPORTED = 102,
     ATTRIBUTE_MPS_ENABLED = 133,
 };
@@ -82,7 +85,7 @@ typedef struct {
     CALL(context_push, cuCtxPushCurrent_v2, (Context))                                           \
     CALL(context_pop, cuCtxPopCurrent_v2, (Context *))                                           \
     CALL(context_wait, cuCtxSynchronize, (void))                                                 \
-    CALL(stream_create, cuStreamCreate, (Stream *, unsigned))                                    \
+    CALL(stream_create, cuStreamCreateWithPriority, (Stream *, unsigned, int))                   \
     CALL(stream_wait, cuStreamSynchronize, (Stream))                                             \
     CALL(stream_destroy, cuStreamDestroy_v2, (Stream))                                           \
     CALL(memory_info, cuMemGetInfo_v2, (size_t *, size_t *))                                     \
@@ -859,8 +862,8 @@ open_space(PyObject *module, PyObject *arguments)
     }
     if (result == SUCCESS && (call = "cuCtxPushCurrent")) {
         result = calls->context_push(space->context);
-        if (result == SUCCESS && (call = "cuStreamCreate")) {
-            result = calls->stream_create(&space->stream, STREAM_NON_BLOCKING);
+        if (result == SUCCESS && (call = "cuStreamCreateWithPriority")) {
+            result = calls->stream_create(&space->stream, STREAM_NON_BLOCKING, STREAM_FIRST);
             if (result != SUCCESS)
                 space->stream = NULL;
             else if ((call = "cuMemAddressReserve"))

@@ -460,11 +460,12 @@ cuCtxSynchronize(void)
 }
 
 EXPORT int
-cuStreamCreate(void **stream, unsigned flags)
+cuStreamCreateWithPriority(void **stream, unsigned flags, int priority)
 {
-    (void)flags;
-    BEGIN("cuStreamCreate");
+    BEGIN("cuStreamCreateWithPriority");
     REQUIRE(pushed, INVALID_CONTEXT);
+    /* not waiting for the default stream, before everything of ordinary priority */
+    REQUIRE(flags == 1 && priority < 0, INVALID_VALUE);
     *stream = calloc(1, sizeof(Stream));
     streams++;
     return SUCCESS;

@@ -226,7 +226,12 @@ def test_without_the_context_nothing_is_tried(
 
 @pytest.mark.parametrize(
     "call",
-    ["cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuStreamCreate", "cuMemAddressReserve"],
+    [
+        "cuDevicePrimaryCtxRetain",
+        "cuCtxPushCurrent",
+        "cuStreamCreateWithPriority",
+        "cuMemAddressReserve",
+    ],
 )
 def test_a_space_that_cannot_be_made_leaves_nothing(rig: CudaRig, call: str) -> None:
     rig.fake.fail(call, 1, ANY_FAILURE)
