@@ -15,6 +15,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -39,6 +40,16 @@ from kvadmit.states import PREPARING
 
 MIB = 1 << 20
 
+E = TypeVar("E", bound=msgspec.Struct)
+
+
+class Process:
+    """Something that can be stopped for a while. `held`: what it would have done meanwhile."""
+
+    def __init__(self) -> None:
+        self.frozen_until_s = 0.0
+        self.held: deque[Callable[[], None]] = deque()
+
 
 class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """How unkind the world is: probabilities per message or per driver call, and events."""
@@ -59,6 +70,12 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     arbiter_crashes: int = 0
     foreign: int = 0
     """How often a process outside the group takes or frees memory."""
+    freezes: int = 0
+    """How often a worker, an EngineCore or the arbiter is stopped (SIGSTOP) for a while."""
+    partitions: int = 0
+    """How often an instance and the arbiter lose every message for a while."""
+    pause_s: float = 2.0
+    """Longest freeze and partition."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,10 +102,11 @@ class Device:
         return self.total_bytes - self.foreign_bytes - sum(self.holders.values())
 
 
-class SimRank:
+class SimRank(Process):
     """One worker: the member machine over a device, with a step queue of its own."""
 
     def __init__(self, instance: SimInstance, rank: int, device: Device) -> None:
+        super().__init__()
         self.instance = instance
         self.rank = rank
         self.device = device
@@ -122,6 +140,8 @@ class SimRank:
     def feed(self, event: member.Event) -> None:
         """Step the machine and carry out its effects."""
         world = self.instance.world
+        if world.frozen(self, event, self._alive_feed):
+            return
         for effect in self.member.step(event):
             match effect:
                 case member.CallDriver():
@@ -138,6 +158,10 @@ class SimRank:
                 case _:
                     raise AssertionError(f"a live coordinator never causes {effect}")
         self.member.check()
+
+    def _alive_feed(self, event: member.Event) -> None:
+        if self.instance.alive:
+            self.feed(event)
 
     def _alive(self, action: Callable[[], None]) -> Callable[[], None]:
         return lambda: action() if self.instance.alive else None
@@ -288,14 +312,16 @@ class SimPool:
             self.instance.post(group_events.PoolSent(self.instance.world.now_s, levels))
 
 
-class SimInstance:
+class SimInstance(Process):
     """One engine: the group machine, its ranks and its pool."""
 
     def __init__(self, world: World, number: int, life: int) -> None:
+        super().__init__()
         self.world = world
         self.number = number
         self.peer = f"i{number}.{life}"
         self.alive = True
+        self.cut_until_s = 0.0
         self.link = 0
         devices, self.extent_bytes = world.shape.instances[number]
         self.devices = [world.devices[name] for name in devices]
@@ -331,7 +357,7 @@ class SimInstance:
 
     def feed(self, event: group_events.Event) -> None:
         """Step the machine and carry out its effects."""
-        if not self.alive:
+        if not self.alive or self.world.frozen(self, event, self.feed):
             return
         for effect in self.group.step(event):
             self._do(effect)
@@ -408,6 +434,9 @@ class SimInstance:
     def _tick(self) -> None:
         if not self.alive:
             return
+        if self.world.now_s < self.frozen_until_s:
+            self.world.at(self.frozen_until_s, self._tick)
+            return
         if self.group.serving:
             self.pool.run_step()
         # An idle engine does not step; it only looks whether there is work again.
@@ -472,6 +501,7 @@ class World:
         self.epoch = 0
         self.arbiter: arbitration.Arbitration | None = None
         self.arbiter_timers: dict[str, int] = {}
+        self.arbiter_process = Process()
         self.peers: dict[str, tuple[SimInstance, int]] = {}
         self.instances: list[SimInstance] = []
         self.start_arbiter()
@@ -505,11 +535,29 @@ class World:
         for _ in range(copies):
             self.after(self.random.uniform(0.0, self.faults.delay_s), action)
 
+    def frozen(self, who: Process, event: E, feed: Callable[[E], None]) -> bool:
+        """Whether `who` is stopped; `event` is then fed to it, in order, when it goes on."""
+        if self.now_s >= who.frozen_until_s:
+            return False
+        if not who.held:
+            self.at(who.frozen_until_s, lambda: self._thaw(who))
+        # A shell looks at the clock when it handles an event, not when the event was sent.
+        who.held.append(lambda: feed(msgspec.structs.replace(event, now_s=self.now_s)))
+        return True
+
+    def _thaw(self, who: Process) -> None:
+        if self.now_s < who.frozen_until_s:  # stopped again meanwhile
+            self.at(who.frozen_until_s, lambda: self._thaw(who))
+            return
+        while who.held:
+            who.held.popleft()()
+
     # --- the arbiter ---
 
     def start_arbiter(self) -> None:
         """Start an arbiter with the next epoch and connect every live instance to it."""
         self.epoch += 1
+        self.arbiter_process = Process()
         self.arbiter = arbitration.Arbitration(epoch=self.epoch, reclaim_s=0.5)
         self.arbiter_timers = {}
         for instance in self.instances:
@@ -538,12 +586,21 @@ class World:
 
     def to_arbiter(self, instance: SimInstance, link: int, message: ToArbiter) -> None:
         """Hand over a message, unless its channel is closed by now."""
-        if instance.alive and instance.link == link and self.arbiter is not None:
+        open_link = instance.link == link and self.now_s >= instance.cut_until_s
+        if instance.alive and open_link and self.arbiter is not None:
             self.peers[instance.peer] = (instance, link)
             self._feed_arbiter(arbitration.PeerSent(self.now_s, instance.peer, message))
 
     def _feed_arbiter(self, event: arbitration.Event) -> None:
         assert self.arbiter is not None
+        process = self.arbiter_process
+
+        def feed(held: arbitration.Event) -> None:
+            if process is self.arbiter_process and self.arbiter is not None:
+                self._feed_arbiter(held)
+
+        if self.frozen(process, event, feed):
+            return
         for effect in self.arbiter.step(event):
             match effect:
                 case arbitration.Send(peer, message):
@@ -574,7 +631,7 @@ class World:
         self.at(at_s, fire)
 
     def _to_instance(self, instance: SimInstance, link: int, message: ToInstance) -> None:
-        if instance.alive and instance.link == link:
+        if instance.alive and instance.link == link and self.now_s >= instance.cut_until_s:
             instance.feed(group_events.ArbiterSent(self.now_s, message))
             if isinstance(message, Allowance):
                 self._check_allowance(instance)
@@ -644,6 +701,22 @@ class World:
         elif device.free_bytes > 0:
             device.foreign_bytes = self.random.randrange(device.free_bytes + 1)
 
+    def freeze_somebody(self) -> None:
+        """Stop a process for a while: it keeps what it has and answers nobody."""
+        stoppable: list[Process] = [self.arbiter_process]
+        for instance in self.instances:
+            if instance.alive:
+                stoppable += [instance, *instance.ranks]
+        who = self.random.choice(stoppable)
+        who.frozen_until_s = self.now_s + self.random.uniform(0.0, self.faults.pause_s)
+
+    def cut_somebody(self) -> None:
+        """Lose every message between one instance and the arbiter for a while."""
+        alive = [i for i in self.instances if i.alive]
+        if alive:
+            pause_s = self.random.uniform(0.0, self.faults.pause_s)
+            self.random.choice(alive).cut_until_s = self.now_s + pause_s
+
     def change_load(self) -> None:
         """Give one instance another demand; often none, so that memory is lent."""
         alive = [i for i in self.instances if i.alive]
@@ -660,6 +733,8 @@ class World:
             "crash_instance": self.faults.crashes,
             "crash_arbiter": self.faults.arbiter_crashes,
             "move_foreign": self.faults.foreign,
+            "freeze_somebody": self.faults.freezes,
+            "cut_somebody": self.faults.partitions,
             "change_load": actions,
         }
         script = [name for name, count in times.items() for _ in range(count)]
