@@ -708,7 +708,8 @@ class World:
             if instance.alive:
                 stoppable += [instance, *instance.ranks]
         who = self.random.choice(stoppable)
-        who.frozen_until_s = self.now_s + self.random.uniform(0.0, self.faults.pause_s)
+        until_s = self.now_s + self.random.uniform(0.0, self.faults.pause_s)
+        who.frozen_until_s = max(who.frozen_until_s, until_s)
 
     def cut_somebody(self) -> None:
         """Lose every message between one instance and the arbiter for a while."""
