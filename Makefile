@@ -13,7 +13,7 @@ STAMP := $(VENV)/.kvadmit-ready
 TESTS := tests/test_layers.py \
 	$(wildcard tests/unit tests/property tests/sim tests/integration tests/vllm)
 
-.PHONY: help venv lint test sim mutants demo clean
+.PHONY: help venv lint test sim model mutants demo clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ test: lint ## Lint, then every test: unit, property, sim, integration, real vLLM
 
 sim: $(STAMP) ## Play simulated hosts: ten million events, every invariant checked (minutes)
 	$(RUN) tools/simulate.py --json bench/results/simulation.json
+
+model: $(STAMP) ## Search small hosts to the end, in every order of messages (minutes)
+	$(RUN) tools/model.py --json bench/results/model.json
 
 mutants: $(STAMP) ## Take out one guard at a time; a test must turn red for each (minutes)
 	$(RUN) tools/mutants.py --json bench/results/mutants.json
