@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         choices=POLICIES,
         default=["static", "event"],
         metavar="POLICY",
-        help=f"some of {', '.join(POLICIES)}; ratios are over the first that was run",
+        help=f"some of {', '.join(POLICIES)}; ratios are over the first of them",
     )
     add(
         "--engine",
@@ -159,8 +159,11 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
         output_tokens=arguments.output_tokens,
     )
     longest = shape.prompt_tokens[1] + shape.output_tokens[1]
-    on_gpus = arguments.device == "cuda" or (arguments.device == "auto" and _serves_on_gpus())
-    if on_gpus and arguments.engine != "vllm":
+    simulated = arguments.engine == "sim"
+    on_gpus = arguments.device == "cuda" or (
+        arguments.device == "auto" and not simulated and _serves_on_gpus()
+    )
+    if on_gpus and simulated:
         raise GpuError("--engine sim runs on the CPU: it has no model to put on a GPU")
     made = Setup(
         shape=shape,
@@ -201,14 +204,15 @@ def _on_gpus(setup: Setup, arguments: argparse.Namespace) -> Setup:
     beside = setup.shape.instances * base + MARGIN_BYTES
     leave = None if arguments.leave_gib is None else int(arguments.leave_gib * GIB)
     pool = arguments.pool
+    most = found[0].total_bytes if leave is None else leave
     if pool is None:
-        pool = setup.tp * ((leave or found[0].total_bytes) - beside)
+        pool = setup.tp * (most - beside)
     elif leave is None:
-        leave = pool // setup.tp + beside
-    if pool <= 0 or (leave is not None and leave > found[0].total_bytes):
+        most = leave = pool // setup.tp + beside
+    if pool <= 0 or most > found[0].total_bytes or pool // setup.tp + beside > most:
         raise GpuError(
             f"{setup.shape.instances} instances hold {format_bytes(beside)} of each GPU beside KV "
-            f"memory; {format_bytes(leave or found[0].total_bytes)} are too little or too much "
+            f"memory; {format_bytes(most)} are too little or too much "
             "with it: change --pool, --leave-gib or --base"
         )
     return msgspec.structs.replace(
@@ -238,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments = asked.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 110)
     # Asked to end by whomever, it stops what it started.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         setup = setup_of(arguments)
         if setup.device == "cpu" and "kvcached" in arguments.policy:
@@ -270,14 +274,16 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print(f"stopped; finished runs are in {arguments.json}, --append goes on")
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     console.print(table.render(files.result))
     console.print(f"{arguments.json}", highlight=False)
     for scenario in arguments.scenario:
         path = arguments.plot
         if len(arguments.scenario) > 1:
             path = path.with_stem(f"{path.stem}-{scenario}")
-        plot.draw(path, files.result, files.samples, setup.engine, scenario)
-        console.print(f"{path}", highlight=False)
+        if plot.draw(path, files.result, files.samples, setup.engine, scenario):
+            console.print(f"{path}", highlight=False)
     if missing:
         console.print(f"{missing} runs are missing; the same command with --append makes them")
     return 0

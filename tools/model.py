@@ -5,6 +5,8 @@
 The hosts are those of `kvadmit.testing.exhaustive`: the production machines with two instances of
 two ranks and three extents each. Every state keeps the invariants, and nobody waits for ever. Exits
 1 if a rule is broken (the moves that lead to it are printed) or a search did not reach its end.
+
+Owns: which hosts are searched, and the report. Must not know: how a search goes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python -m bench.colocated.ballast LEAVE_BYTES
 
-Owns: the allocations. Prints "ready" once they are made, else one line that says why not.
+Owns: the allocations. Must not know: who shares the rest. Prints "ready" once they are made, else
+one line that says why not.
 """
 
 from __future__ import annotations
@@ -17,16 +18,14 @@ def main() -> int:
     leave_bytes = int(sys.argv[1])
     held = []
     for index in range(torch.cuda.device_count()):
+        # The context that this makes is part of what is taken: look after it.
+        held.append(torch.empty(1, dtype=torch.uint8, device=f"cuda:{index}"))
         free_bytes, _ = torch.cuda.mem_get_info(index)
         if free_bytes < leave_bytes:
             print(f"GPU {index} has {free_bytes} bytes free, {leave_bytes} should be left")
             return 1
-        # The context that this makes is part of what is taken: look again after it.
-        held.append(torch.empty(1, dtype=torch.uint8, device=f"cuda:{index}"))
-        free_bytes, _ = torch.cuda.mem_get_info(index)
-        held.append(
-            torch.empty(max(0, free_bytes - leave_bytes), dtype=torch.uint8, device=f"cuda:{index}")
-        )
+        size = free_bytes - leave_bytes
+        held.append(torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}"))
     print("ready", flush=True)
     sys.stdin.read()
     return 0

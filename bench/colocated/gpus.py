@@ -8,6 +8,7 @@ here is gone when `GpuHost` is left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import shutil
@@ -29,6 +30,7 @@ CONTROL = "nvidia-cuda-mps-control"
 CONTROL_S = 30.0
 BALLAST_S = 120.0
 WATCH_MS = 500
+QUIT_S = 10
 
 
 class GpuError(Exception):
@@ -75,7 +77,9 @@ class Watch:
     async def _look(self, lines: asyncio.StreamReader) -> None:
         used: dict[str, int] = {}
         async for line in lines:
-            uuid, mib = (cell.strip() for cell in line.decode().split(","))
+            uuid, _, mib = (cell.strip() for cell in line.decode().partition(","))
+            if not mib.isdecimal():
+                continue  # a complaint, or a figure that is not there now
             used[uuid] = int(mib) * MIB
             if all(gpu.uuid in used for gpu in self._gpus):
                 now_s = time.monotonic()
@@ -102,25 +106,40 @@ class Watch:
         """End the process and the looking."""
         if self._process is None or self._task is None:
             return
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself: less was seen
+            self._process.kill()
         await self._process.wait()
         await self._task
 
 
-def process_bytes() -> dict[int, int]:
-    """Return pid -> bytes it holds on all GPUs together, of processes that have a context."""
-    held: dict[int, int] = {}
+def bytes_by_process() -> dict[int, int | None]:
+    """Return pid -> bytes it holds on all GPUs together, of processes that have a context.
+
+    None where the driver knows of the process and not of its bytes.
+    """
+    held: dict[int, int | None] = {}
     for pid, mib in _query("compute-apps", "pid,used_memory"):
-        if mib.isdecimal():
-            held[int(pid)] = held.get(int(pid), 0) + int(mib) * MIB
+        before = held.get(int(pid), 0)
+        more = int(mib) * MIB if mib.isdecimal() else None
+        held[int(pid)] = None if before is None or more is None else before + more
     return held
 
 
 def _query_gpus() -> list[Gpu]:
     rows = _query("gpu", "index,uuid,name,memory.total")
-    return [
+    found = [
         Gpu(index=int(index), uuid=uuid, name=name, total_bytes=int(mib) * MIB)
         for index, uuid, name, mib in rows
+    ]
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return found
+    # What the user keeps for others is not ours, in whatever way it is said.
+    return [
+        gpu
+        for word in given.split(",")
+        for gpu in found
+        if word and (word == str(gpu.index) or gpu.uuid.startswith(word))
     ]
 
 
@@ -143,7 +162,9 @@ class GpuHost:
     def __init__(self, gpus: Sequence[Gpu], leave_bytes: int | None) -> None:
         self.gpus = list(gpus)
         self.environment: dict[str, str] = {
-            "CUDA_VISIBLE_DEVICES": ",".join(str(gpu.index) for gpu in gpus)
+            "CUDA_VISIBLE_DEVICES": ",".join(str(gpu.index) for gpu in gpus),
+            # The order in which NVML numbers them.
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         }
         self._leave_bytes = leave_bytes
         self._directory: Path | None = None
@@ -226,7 +247,7 @@ class GpuHost:
             self._ballast = None
         if self._directory is not None:
             try:
-                self._control([], "quit\n")
+                self._control([], f"quit -t {QUIT_S}\n")
             except GpuError as error:
                 print(f"contention: {error}", file=sys.stderr)
             shutil.rmtree(self._directory, ignore_errors=True)

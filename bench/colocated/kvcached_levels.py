@@ -27,5 +27,7 @@ class KvcachedLevels:
             content = self._path.read_bytes()
         except FileNotFoundError:
             return 0
+        if len(content) < _NUMBERS.size:
+            return 0  # being made at this moment
         _, used, preallocated = _NUMBERS.unpack_from(content)
         return int((used + preallocated) * self._ranks)

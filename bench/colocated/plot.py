@@ -37,8 +37,8 @@ WORDS = {
 POINTS = 800
 
 
-def draw(path: Path, result: Json, samples: Json, engine: str, scenario: str) -> None:
-    """Write a PNG of the newest run of every policy to `path`.
+def draw(path: Path, result: Json, samples: Json, engine: str, scenario: str) -> bool:
+    """Write a PNG of the newest run of every policy to `path`; False if there is none to draw.
 
     After a whole bench these share a repeat, hence the requests.
     """
@@ -49,7 +49,7 @@ def draw(path: Path, result: Json, samples: Json, engine: str, scenario: str) ->
     runs = [r for r in result["runs"] if (r["engine"], r["scenario"]) == (engine, scenario)]
     policies = [policy for policy in policies_of(runs) if policy in newest]
     if not policies:
-        return
+        return False
     on_gpus = any("devices" in newest[policy] for policy in policies)
     figure, grid = pyplot.subplots(
         2 + on_gpus,
@@ -84,6 +84,7 @@ def draw(path: Path, result: Json, samples: Json, engine: str, scenario: str) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+    return True
 
 
 def _heading(runs: Sequence[Json], policy: str, reference: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
+import psutil
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -130,10 +131,12 @@ class VllmEngine:
 def _core_bytes(pid: int) -> int | None:
     """Return what EngineCore holds on the GPUs; None on a machine without, or that cannot say.
 
-    One that has no context is not in the driver's list. That says so only where others are.
+    One that has no context is not in the driver's list. That says so only if another process of
+    this instance, a worker, is there: in a container the driver may know them by other numbers.
     """
-    held = gpus.process_bytes()
-    return held.get(pid, 0) if held else None
+    held = gpus.bytes_by_process()
+    mine = {child.pid for child in psutil.Process().children(recursive=True)}
+    return held.get(pid, 0) if mine & held.keys() else None
 
 
 async def start(name: str, policy: str, arguments: dict[str, Any]) -> VllmEngine:

@@ -379,7 +379,8 @@ class Arbitration:
                 self.counters["grants"] += 1
             elif extents < before:
                 self.counters["reclaims"] += 1
-            reclaim = extents < account.held - account.report.leaving
+            # Nobody is hurried for a want: the busy give as their requests end.
+            reclaim = pressure and extents < account.held - account.report.leaving
             allowance = Allowance(
                 epoch=self.epoch,
                 revision=account.allow(extents),
@@ -392,7 +393,7 @@ class Arbitration:
             instance.allowance = allowance
             effects.append(Send(peer, allowance))
             effects.append(StartTimer(f"allow:{peer}", now_s + ANSWER_WAIT_S))
-        owes = instance.owes
+        owes = instance.owes and pressure
         if owes and not instance.reclaim_timer and not instance.late:
             instance.reclaim_timer = True
             effects.append(StartTimer(f"reclaim:{peer}", now_s + self.reclaim_s))

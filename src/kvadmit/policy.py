@@ -223,23 +223,11 @@ class _Planner:
         self._take_by_price([v for v in victims if not v.idle], c, lack)
         if not self._below_share(c):
             return
-        extra = max(0, self._goal_in_share(c) - self._goal(c))
+        extra = max(0, min(c.held + c.want, c.cap, self._share(c)) - self._goal(c))
         for device in lack:
             lack[device] += extra * c.cost.get(device, 0)
-        self._drain_to_share(victims, c, lack)
-
-    def _goal_in_share(self, c: Claimant) -> int:
-        """Return the extents of its want that lie within an equal share on every device."""
-        share = self._equal_shares(c)
-        within = min((share[d] // cost for d, cost in c.cost.items()), default=0)
-        return min(c.held + c.want, c.cap, within)
-
-    def _drain_to_share(self, victims: list[Claimant], c: Claimant, lack: dict[str, int]) -> None:
-        """Ask those above an equal share to drain down to it, until `lack` is covered."""
-        share = self._equal_shares(c)
         for v in victims:
-            above = [(v.kept * cost - share[d]) // cost for d, cost in v.cost.items() if d in share]
-            self._take(v, c, max(0, min(above)), lack, "an equal share of")
+            self._take(v, c, v.kept - self._share(v, c), lack, "an equal share of")
 
     def _take_by_price(self, victims: list[Claimant], c: Claimant, lack: dict[str, int]) -> None:
         for tier in ("spare", "free", "cached"):
@@ -276,6 +264,14 @@ class _Planner:
             shares[device] = self.devices[device].capacity_bytes // len(sharing)
         return shares
 
+    def _share(self, v: Claimant, c: Claimant | None = None) -> int:
+        """Return the extents of `v` that lie within an equal share on every device.
+
+        With `c`: on those of its devices that `v` has a part in.
+        """
+        share = self._equal_shares(v if c is None else c)
+        return min((share[d] // cost for d, cost in v.cost.items() if d in share), default=0)
+
     def _below_share(self, c: Claimant) -> bool:
         """Whether `c`, with what it needs, stays within an equal share on every device."""
         shares = self._equal_shares(c)
@@ -291,69 +287,109 @@ class _Planner:
         for c in self.claimants.values():
             if c.refused or c.id in self.granted or self.plan.pressed & set(c.cost):
                 continue
-            keep = min(c.booked, c.held + c.want, c.cap)
-            if keep > self.plan.allowance[c.id]:
-                self.plan.allowance[c.id] = keep
-                self.plan.reason[c.id] = "want"
+            self._give(c, min(c.booked - c.held, c.want, c.cap - c.held))
+
+    def _give(self, c: Claimant, more: int) -> None:
+        """Allow `c` so many extents more than it has; what is leaving counts until it is gone.
+
+        With nothing more, what is leaving is not allowed either: it would be granted back while
+        it goes.
+        """
+        if more > 0:
+            self._book(c, c.held + more)
+            self.plan.allowance[c.id] = c.held + more
+            self.plan.reason[c.id] = "want"
 
     def _share_wants(self) -> None:
         """Give what is left to the lowest holder first, then ask peers for the rest."""
         wanting = {
-            c.id: min(c.held + c.want, c.cap)
+            c.id: min(c.want, c.cap - c.held)
             for c in self.claimants.values()
             if c.want and not c.refused and not self.plan.pressed & set(c.cost)
         }
-        open_ids = {i for i, goal in wanting.items() if goal > self.plan.allowance[i]}
+        given = {i: max(0, self.plan.allowance[i] - self.claimants[i].held) for i in wanting}
+        within = {
+            i: self._share(self.claimants[i]) - max(self.claimants[i].kept, self.plan.allowance[i])
+            for i in wanting
+        }
+        """Extents up to an equal share: nobody goes past it before all are there."""
+        open_ids = {i for i, want in wanting.items() if want > given[i]}
         unmet: list[Claimant] = []
         while open_ids:
-            lowest, *others = sorted(open_ids, key=lambda i: (self._bytes_held(i), i))
+            lowest, *others = sorted(
+                open_ids, key=lambda i: (within[i] <= 0, self._bytes_held(i), i)
+            )
             c = self.claimants[lowest]
-            allowed = self.plan.allowance[c.id]
             fits = max(0, min((self._room(c, d) // cost for d, cost in c.cost.items()), default=0))
-            chunk = wanting[c.id] - allowed
+            chunk = wanting[c.id] - given[c.id]
             if others:
                 # Up to the next lowest, or a part of what is left: never far above anybody.
                 gap = self._bytes_held(others[0]) - self._bytes_held(c.id)
                 level = gap // max(c.cost.values(), default=1)
                 chunk = min(chunk, max(1, level, fits // (2 * len(open_ids))))
-            most = self.booked[c.id] + fits
-            if allowed + chunk > most:
+                if within[c.id] > 0:
+                    chunk = min(chunk, within[c.id])
+            most = self.booked[c.id] - c.held + fits
+            if given[c.id] + chunk > most:
                 open_ids.discard(c.id)
                 unmet.append(c)
-            goal = min(allowed + chunk, most)
-            if goal <= allowed:
+            more = min(given[c.id] + chunk, most)
+            if more <= given[c.id]:
                 continue
-            self._book(c, goal)
-            self.plan.allowance[c.id] = goal
-            self.plan.reason[c.id] = "want"
-            if goal >= wanting[c.id]:
+            within[c.id] -= more - given[c.id]
+            given[c.id] = more
+            self._give(c, more)
+            if more >= wanting[c.id]:
                 open_ids.discard(c.id)
         for c in unmet:
-            self._cover_want(c, wanting[c.id])
+            self._cover_want(c, wanting[c.id] - given[c.id])
 
-    def _cover_want(self, c: Claimant, goal: int) -> None:
-        """Ask the idle for spare and free extents, and those above an equal share to drain."""
-        peers = [v for v in self.claimants.values() if v.id != c.id and not v.late]
-        lack = self._uncovered(c, goal, peers)
-        for v in peers:
-            if v.idle:
-                self._take(v, c, v.orphan + v.spare + v.free, lack, "idle")
-        lack = self._uncovered(c, min(goal, self._goal_in_share(c)), peers)
-        for v in peers:
-            taken = max(0, v.kept - self.plan.allowance[v.id])
-            for device in lack:
-                lack[device] -= taken * v.cost.get(device, 0)
-        busy = [v for v in peers if not v.idle and set(v.cost) & set(c.cost)]
-        self._drain_to_share(sorted(busy, key=lambda v: (-v.kept, v.id)), c, lack)
+    def _cover_want(self, c: Claimant, missing: int) -> None:
+        """Ask the idle for spare and free extents, and those above an equal share to drain.
 
-    def _uncovered(self, c: Claimant, goal: int, peers: list[Claimant]) -> dict[str, int]:
-        """Return the bytes `c` lacks to `goal` that are neither free nor on their way."""
-        missing = goal - self.plan.allowance[c.id]
-        lack = {d: missing * cost - max(0, self._room(c, d)) for d, cost in c.cost.items()}
+        Nobody is asked in vain: only for as many as `c` can get on every one of its devices.
+        """
+        peers = [
+            v
+            for v in self.claimants.values()
+            if v.id != c.id
+            and not v.late
+            and v.id not in self.granted
+            and set(v.cost) & set(c.cost)
+        ]
+        idle = {v.id: v.kept - v.orphan - v.spare - v.free for v in peers if v.idle}
+        self._ask(c, missing, peers, idle, "idle")
+        in_share = self._share(c) - max(c.kept, self.plan.allowance[c.id])
+        busy = {v.id: self._share(v, c) for v in peers if not v.idle}
+        self._ask(c, min(missing, in_share), peers, busy, "an equal share of")
+
+    def _ask(
+        self, c: Claimant, missing: int, peers: list[Claimant], lowest: dict[str, int], why: str
+    ) -> None:
+        """Lower peers' allowances, not below `lowest` nor a floor, until `c` can have `missing`."""
+        allowed = self.plan.allowance
+        ahead = {d: max(0, self._room(c, d)) for d in c.cost}
+        """Bytes that are free for `c` or on their way to it."""
         for v in peers:
-            for device in lack:
-                lack[device] -= v.leaving * v.cost.get(device, 0)
-        return lack
+            for device in ahead:
+                going = v.leaving + max(0, v.kept - allowed[v.id])
+                ahead[device] += going * v.cost.get(device, 0)
+        givers = sorted((v for v in peers if v.id in lowest), key=lambda v: (-v.kept, v.id))
+        could = {v.id: max(0, allowed[v.id] - max(lowest[v.id], self.floor[v.id])) for v in givers}
+        attainable = min(
+            (ahead[d] + sum(could[v.id] * v.cost.get(d, 0) for v in givers)) // cost
+            for d, cost in c.cost.items()
+        )
+        extra = min(missing, attainable)
+        lack = {d: extra * cost - ahead[d] for d, cost in c.cost.items()}
+        for v in givers:
+            short = [-(-lack[d] // v.cost[d]) for d in lack if d in v.cost and lack[d] > 0]
+            take = min(could[v.id], max(short, default=0))
+            if take > 0:
+                allowed[v.id] -= take
+                self.plan.reason[v.id] = f"{c.id} needs {why} extents"
+                for device in lack:
+                    lack[device] -= take * v.cost.get(device, 0)
 
     def _bytes_held(self, claimant_id: str) -> int:
         c = self.claimants[claimant_id]

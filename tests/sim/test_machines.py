@@ -34,6 +34,19 @@ def test_what_once_broke_holds(seed: int) -> None:
     play(seed)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_two_that_are_pressed_hold_equal_shares_soon_whoever_came_first(seed: int) -> None:
+    world = World(seed, SHAPES[0], Faults())
+    early, late = world.instances
+    world.play(1.0)
+    early.pool.demand = 31
+    world.play(1.0)
+    assert len(early.pool.resident) == 30, "all but the other's floor"
+    late.pool.demand = 31
+    world.play(3.0)
+    assert [len(one.pool.resident) for one in world.instances] == [16, 16]
+
+
 def test_a_seed_replays_to_the_same_end() -> None:
     ends = []
     for _ in range(2):

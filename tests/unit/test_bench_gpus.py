@@ -20,7 +20,7 @@ from kvadmit.units import GIB, MIB
 
 SMI = """#!/bin/sh
 case "$*" in
-*loop-ms*) while :; do echo "GPU-a, 100"; echo "GPU-b, 200"; sleep 0.01; done;;
+*loop-ms*) echo "a complaint"; while :; do echo "GPU-a, 100"; echo "GPU-b, 200"; sleep 0.01; done;;
 *compute-apps*) echo "7, 500"; echo "7, 20"; echo "8, [N/A]";;
 *driver_version*) echo 580.1; echo 580.1;;
 *) echo "0, GPU-a, H200, 1000"; echo "1, GPU-b, H200, 1000";;
@@ -42,6 +42,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("TOLD", str(tmp_path / "told"))
     monkeypatch.setenv("FAILS", "0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path / "told"
 
 
@@ -59,17 +60,28 @@ def test_gpus_are_read_without_a_context(tools: Path) -> None:
         "gpu_memory_bytes": 1000 * MIB,
         "driver": "580.1",
     }
-    assert gpus.process_bytes() == {7: 520 * MIB}
+    assert gpus.bytes_by_process() == {7: 520 * MIB, 8: None}
     with pytest.raises(GpuError, match="needs 3 GPUs, this machine shows 2"):
         gpus.visible(3)
+
+
+def test_gpus_that_the_user_hides_are_left_alone(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given, expected in (("1", ["GPU-b"]), ("GPU-b,0", ["GPU-b", "GPU-a"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert [gpu.uuid for gpu in gpus.visible(len(expected))] == expected
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not gpus._query_gpus()
 
 
 def test_without_nvidias_tools_there_is_no_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert not gpus.present()
-    assert gpus.process_bytes() == {}
+    monkeypatch.setattr(gpus.Path, "exists", lambda self: True)  # type: ignore[attr-defined]
+    assert not gpus.present(), "a device file alone is not a driver"
+    assert gpus.bytes_by_process() == {}
     with pytest.raises(GpuError, match="nvidia-cuda-mps-control is not installed"):
         GpuHost([], None).__enter__()
 
@@ -79,7 +91,7 @@ def test_the_daemon_has_directories_of_its_own_and_ends(tools: Path) -> None:
         pipe = Path(host.environment["CUDA_MPS_PIPE_DIRECTORY"])
         assert pipe.is_dir()
         assert host.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert tools.read_text().splitlines() == [f"-d  in {pipe}", f" quit in {pipe}"]
+    assert tools.read_text().splitlines() == [f"-d  in {pipe}", f" quit -t {gpus.QUIT_S} in {pipe}"]
     assert not pipe.parent.exists()
 
 

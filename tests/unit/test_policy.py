@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvadmit.policy import Claimant, DeviceView, Plan, plan
 
 
@@ -227,6 +229,39 @@ def test_who_is_above_an_equal_share_drains_for_a_want_of_who_is_below_it() -> N
     assert decided.reason["busy"] == "wisher needs an equal share of extents"
     assert decided.waiting == [], "it is a want: nobody's turn is kept"
     assert decide(10, claimant("wisher", held=5, want=8), busy).allowance["busy"] == 8
+
+
+def test_a_need_that_is_granted_is_no_prey_of_a_want() -> None:
+    wisher = claimant("wisher", held=2, want=8)
+    needy = claimant("needy", held=12, need=1, running=1)
+    assert decide(20, needy, wisher).allowance == {"needy": 13, "wisher": 7}
+    needy = claimant("needy", held=9, need=1, running=1)
+    idle = claimant("idle", held=8, cached=8)
+    assert decide(20, needy, wisher, idle).allowance == {"needy": 10, "wisher": 2, "idle": 8}
+
+
+@pytest.mark.parametrize("leaving", range(9))
+def test_what_leaves_for_a_want_is_not_granted_back_while_it_goes(leaving: int) -> None:
+    wisher = claimant("wisher", held=2, want=8)
+    rich = claimant("rich", held=18, leaving=leaving, running=9, want=4)
+    assert decide(20, wisher, rich).allowance == {"wisher": 2, "rich": 10}
+
+
+def test_those_below_an_equal_share_keep_what_they_were_given() -> None:
+    idle = claimant("idle", held=10, cached=10)
+    both = [claimant(name, held=1, want=20) for name in ("c", "v")]
+    assert decide(30, idle, *both).allowance == {"idle": 10, "c": 10, "v": 10}
+    large = claimant("large", cost=3, held=10, want=9)
+    small = claimant("small", cost=2, held=15, want=9)
+    assert decide(64, large, small).allowance == {"large": 10, "small": 17}, "nothing idles"
+
+
+def test_nobody_drains_for_a_want_that_another_device_blocks() -> None:
+    wisher = claimant("wisher", "gh", held=2, want=8)
+    busy = claimant("busy", "g", held=18, want=4, running=1)
+    idle = claimant("idle", "h", held=18, cached=18)
+    decided = decide({"g": 20, "h": 20}, wisher, busy, idle)
+    assert decided.allowance == {"wisher": 2, "busy": 18, "idle": 18}
 
 
 def test_a_granted_want_is_kept_while_nobody_waits() -> None:

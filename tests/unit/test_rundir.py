@@ -30,6 +30,13 @@ WAIT_S = 20
 
 
 @pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Name a short directory: pytest's own grows with the count of its runs, past what fits."""
+    with tempfile.TemporaryDirectory(prefix="kva-", dir="/tmp") as path:
+        yield Path(path)
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     return RunDir.open(str(tmp_path / "run"))
 

@@ -34,9 +34,9 @@ def test_every_named_test_exists() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", ["guarantees.md", "failure-modes.md"])
+@pytest.mark.parametrize("page", ["guarantees.md", "failure-modes.md", "threat-model.md"])
 def test_every_linked_test_exists(page: str) -> None:
     linked = LINKED.findall((TESTS.parent / "docs" / page).read_text())
-    assert len(linked) > 20
+    assert len(linked) > 15
     missing = [f"{file}::{name}" for name, file in linked if name not in names_in(TESTS / file)]
     assert not missing

@@ -39,6 +39,8 @@ from kvadmit.port import Ceiling, Limit, PoolLevels, PoolReturned, Resident
 from kvadmit.states import PREPARING
 
 MIB = 1 << 20
+ENDING = 0.3
+"""How likely a request ends in a step of a busy pool, so that memory drains under load."""
 
 E = TypeVar("E", bound=msgspec.Struct)
 
@@ -245,13 +247,13 @@ class SimPool:
     def run_step(self) -> None:
         """Apply orders, serve the demand from free then cached extents, post the levels."""
         self._apply_orders()
-        self._withdraw()
         world = self.instance.world
+        if len(self.used) > 1 and world.chance(ENDING):
+            self._end(world.random.choice(sorted(self.used - {0})))
+        self._withdraw()
         wanted = self.demand + 1
         for extent in sorted(self.used - {0})[: max(0, len(self.used) - wanted)]:
-            self.used.discard(extent)
-            if world.chance(0.5):
-                self.cached.add(extent)
+            self._end(extent)
         spendable = sorted(self.resident - self.used, key=lambda e: (e in self.cached, e))
         for extent in spendable[: max(0, wanted - len(self.used))]:
             self.used.add(extent)
@@ -260,6 +262,15 @@ class SimPool:
             self.step_number += 1
             self.instance.enqueue(self.step_number)
         self._post(wanted)
+
+    def _ahead(self) -> int:
+        return len(self.used) + 1 if self.demand else 0
+
+    def _end(self, extent: int) -> None:
+        """End a request; of half of them the prefix stays in the cache."""
+        self.used.discard(extent)
+        if self.instance.world.chance(0.5):
+            self.cached.add(extent)
 
     @property
     def busy(self) -> bool:
@@ -301,7 +312,8 @@ class SimPool:
         levels = PoolLevels(
             resident=len(self.resident),
             need_total=len(self.resident) + 1 if short else 0,
-            want_total=max(wanted + 1, len(self.resident) + 1) if short else 0,
+            # A little ahead of the load, also while nobody waits.
+            want_total=max(wanted + 1, len(self.resident) + 1) if short else self._ahead(),
             free=len(free - self.cached),
             cached=len(free & self.cached),
             running=len(self.used) - 1,

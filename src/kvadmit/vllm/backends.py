@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvadmit.errors import UnsupportedError
+from kvadmit.errors import DriverError, UnsupportedError
 from kvadmit.vllm.devices import process_bytes
 from kvadmit.vmm import AddressSpace, ExtentLayout
 from kvadmit.vmm_cuda import CudaAddressSpace
@@ -96,7 +96,11 @@ def _on_gpu(layout: ExtentLayout, device: str, ordinal: int, ranks: int) -> Back
         raise
 
     def base_bytes(kv_bytes: int) -> int | None:
-        held = process_bytes(device, os.getpid())
+        try:
+            held = process_bytes(device, os.getpid())
+        except DriverError as error:
+            logger.warning("%s cannot say what this process holds: %s", device, error)
+            return None
         if held is None:
             return None
         # What PyTorch gave back to the driver since its peak (the activations of the largest
