@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvadmit import group, orders, reports
-from kvadmit.testing.exhaustive import Budget, Host, Model, fingerprint, search
+from kvadmit.testing.exhaustive import Budget, Host, Model, search
+from kvadmit.testing.fingerprints import fingerprint
 
 ONE_GROWTH = ((0, 1),)
 STATES_MAX = 20_000

@@ -12,8 +12,7 @@ on its way is an end; one in which somebody waits, and timers do not help, is a 
 
 from __future__ import annotations
 
-import hashlib
-import pickle
+import copy
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +31,7 @@ from kvadmit.messages import (
     MapGrant,
 )
 from kvadmit.port import Ceiling, Limit, PoolLevels, PoolReturned, Resident
+from kvadmit.testing.fingerprints import fingerprint
 
 TIMERS_MAX = 24
 """Timers that may fire one after another before somebody who waits counts as stuck."""
@@ -114,7 +114,7 @@ class Instance:
 
 
 class Host:
-    """One state. `move` changes it; copies are made by `pickle`."""
+    """One state. `move` changes it; copies are deep ones."""
 
     def __init__(self, model: Model) -> None:
         """Start everybody and let all messages arrive: the state a search begins with."""
@@ -468,19 +468,19 @@ class Deadlock(InvariantViolation):
 def search(model: Model, states_max: int) -> Found:
     """Search breadth first until everything was seen or `states_max` states were."""
     found = Found()
-    begin = pickle.dumps(Host(model), protocol=5)
-    seen = {fingerprint(pickle.loads(begin))}  # noqa: S301  # made above
+    begin = Host(model)
+    seen = {fingerprint(begin)}
     paths: dict[bytes, tuple[bytes, str]] = {}
-    frontier: deque[tuple[bytes, bytes]] = deque([(begin, next(iter(seen)))])
+    frontier: deque[tuple[Host, bytes]] = deque([(begin, next(iter(seen)))])
     while frontier:
         if len(seen) >= states_max:
             found.states = len(seen)
             return found
-        packed, key = frontier.popleft()
-        names = list(pickle.loads(packed).moves())  # noqa: S301
+        state, key = frontier.popleft()
+        names = list(state.moves())
         found.ends += not names
         for name in names:
-            host: Host = pickle.loads(packed)  # noqa: S301
+            host = copy.deepcopy(state)
             found.moves += 1
             try:
                 host.move(name)
@@ -493,7 +493,7 @@ def search(model: Model, states_max: int) -> Found:
             if reached not in seen:
                 seen.add(reached)
                 paths[reached] = (key, name)
-                frontier.append((pickle.dumps(host, protocol=5), reached))
+                frontier.append((host, reached))
     found.states, found.complete = len(seen), True
     return found
 
@@ -505,125 +505,6 @@ def _way(paths: dict[bytes, tuple[bytes, str]], key: bytes) -> list[str]:
         key, name = paths[key]
         way.append(name)
     return way[::-1]
-
-
-# --- when two states are one ----------------------------------------------------------------
-
-_NUMBERS = {
-    ("Report", "revision"): "report",
-    ("Seen", "revision"): "report",
-    ("ArbiterLink", "report_seen"): "report",
-    ("Reports", "_revision"): "report",
-    ("Report", "allowance_seen"): "allowance",
-    ("Allowance", "revision"): "allowance",
-    ("ArbiterLink", "revision"): "allowance",
-    ("ArbiterLink", "blocked_revision"): "allowance",
-    ("Account", "revision"): "allowance",
-    ("Account", "_sent"): "allowance",
-    ("Reports", "_readings_taken"): "reading",
-    ("DeviceReading", "sequence"): "reading",
-    ("Reports", "_newest_of_rank"): "reading",
-    ("Member", "_readings"): "reading",
-    ("Instance", "order"): "age",
-    ("Arbitration", "_orders"): "age",
-}
-"""Numbers that are only ever compared, by kind: which is newer counts, not by how much."""
-_IGNORED = {"counters", "stale_messages", "stale_orders"}
-"""What is there for people."""
-
-
-def fingerprint(host: Host) -> bytes:
-    """Return 16 bytes that two hosts share if nothing they do could ever tell them apart.
-
-    The order in which a dictionary or set was filled does not count, nor do empty links. Numbers
-    that only grow are replaced by their rank among all of their kind and instance.
-    """
-    numbers: dict[tuple[str, str], set[int]] = {}
-    state = {**vars(host), "links": {k: q for k, q in host.links.items() if q}}
-    plain = _plain(state, "", numbers)
-    ranks = {
-        kind: {number: rank for rank, number in enumerate(sorted(seen))}
-        for kind, seen in numbers.items()
-    }
-    return hashlib.blake2b(repr(_ranked(plain, ranks)).encode(), digest_size=16).digest()
-
-
-class _Number:
-    """A number of some kind of some instance, to be replaced by its rank."""
-
-    __slots__ = ("kind", "value")
-
-    def __init__(self, kind: tuple[str, str], value: int) -> None:
-        self.kind, self.value = kind, value
-
-
-Numbers = dict[tuple[str, str], set[int]]
-
-
-def _plain(value: Any, who: str, numbers: Numbers) -> Any:
-    """Return `value` as lists and plain values; `who`: the instance it belongs to."""
-    if value is None or isinstance(value, (int, float, str, bytes)):
-        return value
-    if isinstance(value, bytearray):
-        return bytes(value)
-    if isinstance(value, dict):
-        found = [(str(k), _plain(v, _whose(k) or who, numbers)) for k, v in value.items()]
-        return sorted(found, key=lambda pair: pair[0])
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    if isinstance(value, (list, tuple, deque)):
-        return [_plain(each, who, numbers) for each in value]
-    if isinstance(value, Instance):
-        who = f"i{value.number}"
-    name = type(value).__name__
-    plain: list[Any] = [name]
-    for field, each in _fields(value):
-        kind = _NUMBERS.get((name, field))
-        if field in _IGNORED:
-            continue
-        plain.append(
-            _plain(each, who, numbers) if kind is None else _note(each, kind, who, numbers)
-        )
-    return plain
-
-
-def _whose(key: object) -> str:
-    """Return the instance that a key of a dictionary names: a link, or a member's peer."""
-    if isinstance(key, str):
-        for word in key.split():
-            if word[0] == "i" and word[1:].isdecimal():
-                return word
-    return ""
-
-
-def _note(value: Any, kind: str, who: str, numbers: Numbers) -> Any:
-    """Return `value`, a number or a dictionary that has numbers as keys or values, as numbers."""
-    if isinstance(value, dict) and kind == "allowance":
-        return [(_note(k, kind, who, numbers), v) for k, v in sorted(value.items())]
-    if isinstance(value, dict):
-        return [(k, _note(v, kind, who, numbers)) for k, v in sorted(value.items())]
-    numbers.setdefault((kind, who), set()).add(value)
-    return _Number((kind, who), value)
-
-
-def _ranked(plain: Any, ranks: dict[tuple[str, str], dict[int, int]]) -> Any:
-    if isinstance(plain, _Number):
-        return ranks[plain.kind][plain.value]
-    if isinstance(plain, (list, tuple)):
-        return [_ranked(each, ranks) for each in plain]
-    return plain
-
-
-def _fields(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, msgspec.Struct):
-        for field in value.__struct_fields__:
-            yield field, getattr(value, field)
-        return
-    yield from sorted(getattr(value, "__dict__", {}).items())
-    for kind in type(value).__mro__:
-        for slot in getattr(kind, "__slots__", ()):
-            if hasattr(value, slot):
-                yield slot, getattr(value, slot)
 
 
 __all__ = ["Budget", "Deadlock", "Found", "Host", "Model", "search"]
