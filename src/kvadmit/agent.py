@@ -210,6 +210,7 @@ class Agent:
                     free_bytes=free_bytes,
                     total_bytes=total_bytes,
                     sequence=0,
+                    at_s=time.monotonic(),
                 ),
             )
         )

@@ -161,7 +161,7 @@ class Arbitration:
                 else:
                     membership.check_report(message)
                     effects.append(Send(peer, Seen(epoch=self.epoch, revision=message.revision)))
-                    self._report(instance, message)
+                    self._report(instance, message, event.now_s)
                     if message.allowance_seen == instance.account.revision:
                         effects.append(StopTimer(f"allow:{peer}"))
             case Bye():
@@ -201,7 +201,7 @@ class Arbitration:
         if not known.wants_start:
             effects.append(Send(peer, StartTurn(epoch=self.epoch, revision=hello.revision)))
 
-    def _report(self, instance: Instance, report: Report) -> None:
+    def _report(self, instance: Instance, report: Report, now_s: float) -> None:
         account = instance.account
         held_before, previous = account.held, account.report
         if not account.receive(report):
@@ -237,9 +237,9 @@ class Arbitration:
                 self._elected.discard(reading.device)
                 book.capped = False
         if not report.need:
-            instance.order = 0
+            instance.order, instance.needs_since_s = 0, None
         elif not instance.order:
-            instance.order = self._next_order()
+            instance.order, instance.needs_since_s = self._next_order(), now_s
 
     def _leave(self, peer: str, now_s: float, effects: list[Effect]) -> None:
         instance = self.instances.pop(peer, None)
@@ -485,7 +485,11 @@ class Arbitration:
                 for device, book in self.devices.items()
             },
             "instances": {
-                names[peer]: instance.describe(peer, self._plan.reason.get(peer, ""))
+                names[peer]: instance.describe(
+                    peer,
+                    self._plan.reason.get(peer, ""),
+                    self.ceiling(instance) if instance.hello.geometry is not None else 0,
+                )
                 for peer, instance in self.instances.items()
             },
             "waiting": [names[p] for p in self._plan.waiting if p in names],

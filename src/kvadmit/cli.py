@@ -111,8 +111,9 @@ def render_status(snapshot: Mapping[str, Any]) -> str:
 
 
 def _instance_rows(instances: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    figures = ("need", "want", "free", "cached", "running")
-    titles = ("INSTANCE", "PID", "HELD", "EXTENTS", "ALLOWED", *map(str.upper, figures))
+    figures = ("want", "free", "cached", "running")
+    first = ("INSTANCE", "PID", "HELD", "EXTENTS", "ALLOWED", "NEED", "FOR")
+    titles = (*first, *map(str.upper, figures))
     rows = [(*titles, "WAITING", *(name.upper() for name in _COUNTERS), "REASON")]
     for name, instance in sorted(instances.items()):
         report = instance["report"]
@@ -125,6 +126,8 @@ def _instance_rows(instances: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 format_bytes(held),
                 str(instance["held_extents"]),
                 str(instance["allowance_extents"]),
+                str(report["need"]),
+                _age(instance["needs_since_s"]),
                 *(str(report[figure]) for figure in figures),
                 str(counters.get("waiting", "-")),
                 *(str(counters.get(counter, "-")) for counter in _COUNTERS),
@@ -132,6 +135,11 @@ def _instance_rows(instances: Mapping[str, Any]) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def _age(since_s: float | None) -> str:
+    """Return how long ago a moment of this host's monotonic clock was."""
+    return "-" if since_s is None else f"{time.monotonic() - since_s:.0f}s"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -155,6 +155,8 @@ class Coordinator:
         self._ending = False
         self._arbiter_trouble = ""
         self._last_status: dict[str, object] = {}
+        self._unjoined_s: float | None = None
+        """Since when no arbiter has welcomed us; None while one has."""
 
     # --- engine's main thread ---
 
@@ -265,6 +267,11 @@ class Coordinator:
             if not thread.is_alive():
                 return self._last_status
             raise PeerTimeoutError("coordinator", "give its status", STATUS_WAIT_S) from None
+
+    def arbiter_gone_s(self, now_s: float) -> float:
+        """Return for how long there has been no arbiter, in seconds; 0 while there is one."""
+        since_s = self._unjoined_s
+        return 0.0 if since_s is None else now_s - since_s
 
     def expect_end(self) -> None:
         """Take ranks that leave from now on for no loss: the engine is shutting down."""
@@ -427,6 +434,10 @@ class Coordinator:
         for effect in effects:
             self._carry_out(effect)
         self.port.pressure = self._group.link.pressure
+        if self._group.link.phase == "joined":
+            self._unjoined_s = None
+        elif self._unjoined_s is None:
+            self._unjoined_s = event.now_s
 
     def _drain_pool(self) -> None:
         self._pool_woken = False
@@ -491,7 +502,11 @@ class Coordinator:
             logger.error("%s cannot be read: %s", device, error)
             return
         reading = DeviceReading(
-            device=device, free_bytes=free_bytes, total_bytes=total_bytes, sequence=0
+            device=device,
+            free_bytes=free_bytes,
+            total_bytes=total_bytes,
+            sequence=0,
+            at_s=time.monotonic(),
         )
         # Not from inside another event's effects: those come first.
         self._call_soon(lambda: self._step(events.ReadingTaken(time.monotonic(), reading)))

@@ -73,6 +73,7 @@ class DeviceBook:
         self.foreign_bytes = 0
         self.known = False
         """Whether it was read in this epoch; before that nobody knows what is used."""
+        self._read_at_s = 0.0
         self.capped = False
         """A rank was refused here: nothing more is granted before a newer reading."""
 
@@ -89,8 +90,12 @@ class DeviceBook:
 
         `least_bytes` and `most_bytes` bound what the known instances can hold at this
         moment; the reading then bounds what is foreign. With nothing moving the two are
-        equal and the figure is exact; otherwise it is only moved into the bounds.
+        equal and the figure is exact; otherwise it is only moved into the bounds. One that was
+        taken before another that is known, by whomever, says nothing of this moment.
         """
+        if reading.at_s < self._read_at_s:
+            return
+        self._read_at_s = reading.at_s
         # By one total for all: NVML and the driver differ by what the device keeps for itself.
         used = self.total_bytes - reading.free_bytes
         low, high = max(0, used - most_bytes), max(0, used - least_bytes)

@@ -223,7 +223,7 @@ class Member:
                 if not self._reading_now:
                     raise LocalProtocolError("a reading nobody asked for")
                 self._reading_now = False
-                reading = self._reading(event.free_bytes, event.total_bytes)
+                reading = self._reading(event)
                 effects.append(Send(Headroom(rank=self.rank, reading=reading)))
             case CoordinatorLost():
                 self.abandoned = True
@@ -309,7 +309,7 @@ class Member:
             order.error = event.error
             order.out_of_memory = event.out_of_memory
             order.calls.clear()
-        reading = self._reading(event.free_bytes, event.total_bytes)
+        reading = self._reading(event)
         if order.calls:
             self._ready.appendleft(event.order)
         else:
@@ -361,13 +361,14 @@ class Member:
             self._read_wanted, self._reading_now = False, True
             effects.append(ReadNow())
 
-    def _reading(self, free_bytes: int, total_bytes: int) -> DeviceReading:
+    def _reading(self, event: DriverDone | ReadDone) -> DeviceReading:
         self._readings += 1
         return DeviceReading(
             device=self.device,
-            free_bytes=free_bytes,
-            total_bytes=total_bytes,
+            free_bytes=event.free_bytes,
+            total_bytes=event.total_bytes,
             sequence=self._readings,
+            at_s=event.now_s,
             operations=len(self._ready) + (self._running is not None),
         )
 

@@ -24,6 +24,7 @@ class Instance:
         "allowance",
         "hello",
         "late",
+        "needs_since_s",
         "order",
         "reclaim_timer",
         "refused",
@@ -36,6 +37,8 @@ class Instance:
         self.hello = hello
         self.account = Account()
         self.order = 0
+        self.needs_since_s: float | None = None
+        """When its need was first told, on the monotonic clock; for people."""
         self.allowance: Allowance | None = None
         """The newest one sent, kept for a repeat."""
         self.started = hello.geometry is not None
@@ -76,7 +79,7 @@ class Instance:
         """Whether it holds more than it is allowed."""
         return self.account.held > self.account.allowance
 
-    def describe(self, peer: str, reason: str) -> dict[str, object]:
+    def describe(self, peer: str, reason: str, ceiling: int) -> dict[str, object]:
         """Return the record as plain data; `reason`: why it has its allowance."""
         account, geometry = self.account, self.hello.geometry
         return {
@@ -84,10 +87,12 @@ class Instance:
             "pid": self.hello.pid,
             "held_extents": account.held,
             "allowance_extents": account.allowance,
+            "ceiling_extents": ceiling,
             "held_bytes": {d: account.held * cost for d, cost in self.cost.items()},
             "base_bytes": self.base_bytes,
             "geometry": msgspec.to_builtins(geometry) if geometry is not None else None,
             "report": msgspec.to_builtins(account.report),
+            "needs_since_s": self.needs_since_s,
             "reason": reason,
             "late": self.late,
             "settings": self.hello.settings,

@@ -45,6 +45,7 @@ class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
 
     `sequence` orders readings of one rank. `operations` is how many prepare, commit, abort
     or decommit calls of that rank were running when it was read; 0 makes it a quiet reading.
+    `at_s`: when it was read, on the host's monotonic clock, which orders readings of everybody.
     """
 
     device: str
@@ -52,6 +53,7 @@ class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     sequence: int
     operations: int = 0
+    at_s: float = 0.0
 
 
 # --- agent -> coordinator ------------------------------------------------------------------

@@ -86,7 +86,13 @@ class Reports:
             self.note_reading(reading)
 
     def note_reading(self, reading: DeviceReading) -> None:
-        """Keep the newest reading of a device; towards the arbiter we number them ourselves."""
+        """Keep the newest reading of a device; towards the arbiter we number them ourselves.
+
+        An answer that was lost and asked for again brings a reading from before.
+        """
+        known = self._readings.get(reading.device)
+        if known is not None and reading.at_s < known.at_s:
+            return
         self._readings_taken += 1
         self._readings[reading.device] = msgspec.structs.replace(
             reading, sequence=self._readings_taken

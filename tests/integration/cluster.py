@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from integration.failpoints import FAILING_RANK, Failpoint, arm_agent, arm_coordinator
 from kvadmit.agent import Agent
 from kvadmit.config import Settings
 from kvadmit.coordinator import Coordinator
@@ -406,9 +407,18 @@ class _Process:
 class WorkerProcess(_Process):
     """One rank as a process."""
 
-    def __init__(self, runtime: dict[str, object], rank: int, plan: ExtentPlan) -> None:
-        plan_json = msgspec.to_builtins(plan)
-        super().__init__("worker", {"runtime": runtime, "rank": rank, "plan": plan_json})
+    def __init__(
+        self,
+        runtime: dict[str, object],
+        rank: int,
+        plan: ExtentPlan,
+        *,
+        failpoint: Failpoint | None = None,
+    ) -> None:
+        first = {"runtime": runtime, "rank": rank, "plan": msgspec.to_builtins(plan)}
+        if rank == FAILING_RANK:
+            first["failpoint"] = msgspec.to_builtins(failpoint)
+        super().__init__("worker", first)
 
     def publish(self, step: int) -> None:
         with contextlib.suppress(BrokenPipeError):  # it was killed; the test knows
@@ -419,9 +429,16 @@ class EngineProcess(_Process):
     """A whole instance as a process; `without_ranks`: it only waits for them."""
 
     def __init__(
-        self, run_dir: Path | str, name: str, *, without_ranks: bool = False, **settings: Any
+        self,
+        run_dir: Path | str,
+        name: str,
+        *,
+        without_ranks: bool = False,
+        failpoint: Failpoint | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__("engine", engine_order(run_dir, name, settings, without_ranks))
+        order = engine_order(run_dir, name, settings, without_ranks)
+        super().__init__("engine", order | {"failpoint": msgspec.to_builtins(failpoint)})
 
     def use(self, extents: int, *, cached: int = 0) -> None:
         self.ask({"use": extents, "cached": cached})
@@ -464,6 +481,8 @@ def _serve_worker() -> None:
     first = json.loads(sys.stdin.readline())
     plan = msgspec.convert(first["plan"], ExtentPlan)
     rank = Rank(first["runtime"], first["rank"], plan)
+    if first.get("failpoint"):
+        arm_agent(rank.agent, msgspec.convert(first["failpoint"], Failpoint))
     _answer({"pid": os.getpid()})
     for line in sys.stdin:
         rank.publish(json.loads(line)["step"])
@@ -480,6 +499,8 @@ def _serve_engine() -> None:
         engine.greet()
     else:
         engine.start()
+    if first.get("failpoint"):
+        arm_coordinator(engine.coordinator, msgspec.convert(first["failpoint"], Failpoint))
     if first.get("watch_parent"):
         engine.coordinator.watch_parent(os.getppid())
     _answer({"runtime": engine.coordinator.runtime})

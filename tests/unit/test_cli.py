@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from kvadmit.messages import Geometry, Hello, Report
 from kvadmit.rundir import ArbiterLock, RunDir
 
 MIB = 1 << 20
+SINCE_S = 100.0
 
 
 def snapshot() -> dict[str, Any]:
@@ -47,11 +49,12 @@ def snapshot() -> dict[str, Any]:
         counters={"waiting": 7, "growths": 8},
     )
     machine.step(PeerSent(0.0, "peer", hello))
-    machine.step(PeerSent(0.0, "peer", report))
+    machine.step(PeerSent(SINCE_S, "peer", report))
     return {**machine.snapshot(), "pid": 4711}
 
 
-def test_the_table_shows_devices_and_instances() -> None:
+def test_the_table_shows_devices_and_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "time", SimpleNamespace(monotonic=lambda: SINCE_S + 12))
     text = cli.render_status(snapshot())
     lines = text.splitlines()
     assert lines[0].startswith("arbiter pid 4711, epoch 3")
@@ -67,6 +70,7 @@ def test_the_table_shows_devices_and_instances() -> None:
         "HELD": "5MiB",
         "EXTENTS": "5",
         "NEED": "3",
+        "FOR": "12s",
         "WANT": "4",
         "FREE": "2",
         "CACHED": "1",

@@ -958,6 +958,18 @@ def test_a_reading_is_taken_by_an_agent_of_that_device_or_here() -> None:
     assert e.machine.counters["device_reads"] == 1
 
 
+def test_a_reading_that_a_lost_answer_brings_late_does_not_take_a_newer_ones_place() -> None:
+    """Of ranks on one device: the one asked again shows how it was before the other's."""
+    e = engine()
+    newer = msgspec.structs.replace(reading("g0", 300), at_s=9.0)
+    older = msgspec.structs.replace(reading("g0", 100), at_s=8.0)
+    effects = e.step(AgentSent(9.0, 0, Headroom(rank=0, reading=newer)))
+    (sent,) = [x.message for x in effects if isinstance(x, SendArbiter)]
+    assert 300 in [shown.free_bytes for shown in sent.devices]  # type: ignore[union-attr]
+    e.seen()
+    assert e.step(AgentSent(9.5, 1, Headroom(rank=1, reading=older))) == []
+
+
 # --- the end ---
 
 

@@ -12,8 +12,21 @@ def report(revision: int, seen: int, backed: int, **more: Any) -> Report:
     return Report(epoch=1, revision=revision, allowance_seen=seen, backed=backed, **more)
 
 
-def reading(free_bytes: int, total_bytes: int = 100) -> DeviceReading:
-    return DeviceReading(device="g", free_bytes=free_bytes, total_bytes=total_bytes, sequence=1)
+def reading(free_bytes: int, total_bytes: int = 100, at_s: float = 0.0) -> DeviceReading:
+    return DeviceReading(
+        device="g", free_bytes=free_bytes, total_bytes=total_bytes, sequence=1, at_s=at_s
+    )
+
+
+def test_a_reading_from_before_another_changes_nothing() -> None:
+    """Readings of different ranks and instances overtake each other."""
+    book = DeviceBook("g", 100)
+    book.read(reading(60, at_s=2.0), least_bytes=40, most_bytes=40)
+    assert book.foreign_bytes == 0
+    book.read(reading(30, at_s=1.0), least_bytes=40, most_bytes=40)
+    assert book.foreign_bytes == 0, "what was used before has gone since"
+    book.read(reading(30, at_s=3.0), least_bytes=40, most_bytes=40)
+    assert book.foreign_bytes == 30
 
 
 def test_an_allowance_counts_before_it_was_seen_and_until_its_lowering_was() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from vllm.v1.request import RequestStatus
 from kvadmit.admission import Admission
 from kvadmit.port import Ceiling, Limit, PoolLevels, PoolPort, PoolReturned, Resident
 from kvadmit.vllm import scheduler as module
+from kvadmit.vllm import stalls
 from kvadmit.vllm.failures import LATE, NEVER
 
 pytestmark = pytest.mark.vllm
@@ -585,6 +587,51 @@ def test_an_engine_parks_only_when_memory_is_all_it_waits_for() -> None:
     elastic.waiting.pop()
     elastic.port.give(Resident(((2, 1),)))
     assert elastic.kvadmit_park_s() == 0, "an order is there"
+
+
+def test_a_stall_for_want_of_memory_is_named_and_logged_once_when_it_has_lasted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stalls.logger, "propagate", True)
+    elastic = Elastic(prefix=2)
+    one = waiter("a", SIZE * 2 * WHOLE)
+    elastic.waiting.append(one)
+
+    def refuse() -> int:
+        elastic.ask(one, 30)
+        return 0
+
+    def steps(scheduled: int) -> None:
+        elastic.script = refuse if not scheduled else lambda: scheduled
+        elastic.schedule()
+
+    def wait(seconds: float) -> None:
+        elastic.kvadmit_step.stalled_ns -= int(seconds * 1e9)
+
+    steps(0)
+    assert stalls.stall(elastic, time.monotonic()) == "", "it has just begun"
+    wait(stalls.STALL_S + 2)
+    text = stalls.stall(elastic, time.monotonic())
+    assert text.startswith("no token for 12 s: request a, the oldest of 1 that wait, needs 3MiB")
+    assert text.endswith("this instance holds 2MiB")
+    with caplog.at_level(logging.WARNING, "vllm.kvadmit"):
+        steps(0)
+        steps(0)
+        steps(1)
+        steps(1)
+    assert [record.getMessage() for record in caplog.records] == [
+        text,
+        "no stall any more, after 12 s",
+    ]
+    assert stalls.stall(elastic, time.monotonic()) == ""
+    # One that left without a step is no reason against those who come later.
+    steps(0)
+    wait(stalls.STALL_S + 2)
+    elastic.waiting.clear()
+    elastic.add_request(one)
+    elastic.waiting.append(one)
+    steps(0)
+    assert stalls.stall(elastic, time.monotonic()) == ""
 
 
 def test_an_engine_that_just_preempted_looks_again_before_it_parks() -> None:

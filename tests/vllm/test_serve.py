@@ -6,15 +6,18 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.error import HTTPError
 
 import pytest
 from openai import BadRequestError
 
-from integration.cluster import arbiter_pid, run_directory
+from integration.cluster import Engine as Neighbour
+from integration.cluster import arbiter_pid, make_plan, run_directory
 from kvadmit.arbitration import LINGER_S
 from kvadmit.testing.tiny_model import TinyModel
 from kvadmit.units import KIB, MIB
+from kvadmit.vmm_host import GRANULE_BYTES
 from vllm_engines import DENSE, kvadmit, model_directory
 from vllm_servers import (
     Load,
@@ -131,6 +134,79 @@ def test_a_request_over_the_ceiling_is_told_so_at_once(pair: Pair) -> None:
     assert time.monotonic() - began_s < 10
     for server in (pair.alpha, pair.beta):
         assert server.complete("still there", 8).usage.completion_tokens == 8
+
+
+def test_without_memory_health_says_so_and_is_green_again_with_it(pair: Pair) -> None:
+    """A neighbour that needs all there is leaves alpha its floor, which its request exceeds."""
+    for server in (pair.alpha, pair.beta):
+        assert server.get("/health") == ""
+    plan = make_plan(extents=POOL // EXTENT, pages=EXTENT // GRANULE_BYTES)
+    neighbour = Neighbour(pair.run_dir, "neighbour", plan=plan, host_pool=POOL)
+    try:
+        neighbour.start()
+        all_but_floors = (POOL - 2 * MIB) // EXTENT
+        neighbour.pool.use(all_but_floors)
+        neighbour.pool.wait_resident(all_but_floors)
+        load = Load(pair.alpha, [[9] * (2 * MIB // DENSE.kv_token_bytes())], tokens=8)
+        refusal = wait_until_unready(pair.alpha)
+        assert refusal["error"]["message"].startswith("kvadmit: no token for 1"), refusal
+        assert "of KV cache memory" in refusal["error"]["message"]
+        assert refusal["error"]["code"] == 503
+        assert pair.beta.get("/health") == "", "one instance's trouble is its own"
+        assert kvadmit_metrics(pair.alpha)['kvadmit_need_age_seconds{instance="alpha"}'] > 9
+    finally:
+        neighbour.stop()
+    load.finish()
+    assert pair.alpha.get("/health") == ""
+    assert kvadmit_metrics(pair.alpha)['kvadmit_need_age_seconds{instance="alpha"}'] == 0
+    log = pair.alpha.log()
+    assert log.count("no token for 1") == 1
+    assert log.count("no stall any more, after") == 1
+
+
+def wait_until_unready(server: Server) -> Any:
+    """Look at /health, bounded, until it fails; returns what it said."""
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        try:
+            server.get("/health")
+            time.sleep(0.5)
+        except HTTPError as error:
+            return json.loads(error.read())
+    raise AssertionError(server.log())
+
+
+def kvadmit_metrics(server: Server) -> dict[str, float]:
+    """Return kvadmit's own lines of a server's /metrics."""
+    lines = [line.split() for line in server.get("/metrics").splitlines() if line[:1] != "#"]
+    return {name: float(value) for name, value in lines if name.startswith("kvadmit_")}
+
+
+METRICS = (
+    "held_bytes",
+    "held_extents",
+    "allowance_extents",
+    "ceiling_extents",
+    "need_age_seconds",
+    "free_extents",
+    "waiting_requests",
+    "growths_total",
+    "timer_probes_total",
+)
+
+
+def test_metrics_say_what_status_says(pair: Pair) -> None:
+    found = kvadmit_metrics(pair.alpha)
+    mine = {name for name in found if 'instance="alpha"' in name}
+    assert {name.partition("{")[0].removeprefix("kvadmit_") for name in mine} >= set(METRICS)
+    assert not any("beta" in name for name in found), "each server shows its own engines"
+    status = json.loads(command_line_status(pair.run_dir, "--json"))["instances"]["alpha"]
+    held = found['kvadmit_held_bytes{device="host",instance="alpha"}']
+    assert held == status["held_bytes"]["host"]
+    assert found['kvadmit_allowance_extents{instance="alpha"}'] == status["allowance_extents"]
+    assert found['kvadmit_ceiling_extents{instance="alpha"}'] == ALPHA_CAP // EXTENT
+    assert found['kvadmit_growths_total{instance="alpha"}'] > 0
+    assert found["kvadmit_age_seconds"] < 5
 
 
 def test_sigterm_ends_both_and_leaves_nothing(pair: Pair) -> None:

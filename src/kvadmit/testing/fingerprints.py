@@ -32,7 +32,7 @@ _NUMBERS = {
     ("Arbitration", "_orders"): "age",
 }
 """Numbers that are only ever compared, by kind: which is newer counts, not by how much."""
-_IGNORED = {"counters", "stale_messages", "stale_orders"}
+_IGNORED = {"counters", "needs_since_s", "stale_messages", "stale_orders"}
 """What is there for people."""
 
 

@@ -136,6 +136,7 @@ class SimRank(Process):
                 free_bytes=self.device.free_bytes,
                 total_bytes=self.device.total_bytes,
                 sequence=0,
+                at_s=self.instance.world.now_s,
             ),
         )
 
@@ -425,6 +426,7 @@ class SimInstance(Process):
             free_bytes=device.free_bytes,
             total_bytes=device.total_bytes,
             sequence=0,
+            at_s=self.world.now_s,
         )
         self.feed(group_events.ReadingTaken(self.world.now_s, reading))
 

@@ -14,6 +14,7 @@ import logging
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,12 @@ from kvadmit.units import format_bytes
 from kvadmit.vllm.devices import devices_of, read_gpu
 from kvadmit.vllm.engine_config import is_enabled, read_settings
 from kvadmit.vllm.names import RUNTIME
+from kvadmit.vllm.stalls import stall
 
 logger = logging.getLogger("vllm.kvadmit")
+
+ARBITER_WAIT_S = 10.0
+"""A new arbiter is there within seconds; without one for so long the instance is not ready."""
 
 
 class Engine:
@@ -147,6 +152,19 @@ class Engine:
         plan = None if self.plan is None else msgspec.to_builtins(self.plan.wire())
         return {"coordinator": self.coordinator.status(), "pool": pool, "plan": plan}
 
+    def trouble(self) -> str:
+        """Return why the instance cannot serve as it should, "" if it can. Main thread."""
+        now_s = time.monotonic()
+        if self.lost:
+            return f"the engine ends: {self.lost}"
+        gone_s = self.coordinator.arbiter_gone_s(now_s)
+        if gone_s >= ARBITER_WAIT_S:
+            return (
+                f"no arbiter has answered for {gone_s:.0f} s: serving on with the memory held, "
+                "growth waits"
+            )
+        return "" if self.scheduler is None else stall(self.scheduler, now_s)
+
 
 _engines: dict[str, Engine] = {}
 
@@ -235,3 +253,9 @@ def kvadmit_status(self: Any) -> dict[str, Any]:
     """Answer the utility call `kvadmit_status` (a method of EngineCore); {} when stock."""
     engine = engine_of(self.vllm_config)
     return {} if engine is None else engine.status()
+
+
+def kvadmit_trouble(self: Any) -> str:
+    """Answer the utility call `kvadmit_trouble` (a method of EngineCore); "" when stock."""
+    engine = engine_of(self.vllm_config)
+    return "" if engine is None else engine.trouble()

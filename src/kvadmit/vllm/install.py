@@ -39,6 +39,7 @@ def activate() -> None:
 
     Called in the process that enables kvadmit, before it starts an engine.
     """
+    import vllm.v1.engine.async_llm
     import vllm.v1.engine.core
     import vllm.v1.engine.output_processor
     import vllm.v1.worker.worker_base  # noqa: F401  # loaded so that its hook can be installed
@@ -59,6 +60,8 @@ def _install_loaded() -> None:
         _install_worker_lookup()
     if "vllm.v1.engine.output_processor" in sys.modules:
         _install_frontend()
+    if "vllm.v1.engine.async_llm" in sys.modules:
+        _install_readiness()
 
 
 def _install_engine_core() -> None:
@@ -78,8 +81,9 @@ def _install_engine_core() -> None:
     replace(core.EngineCoreProc, "_process_engine_step", parking.wrap_process_engine_step)
     replace(core.EngineCoreProc, "_handle_client_request", parking.wrap_handle_client_request)
     replace(StructuredOutputManager, "grammar_bitmask", pageable.wrap_grammar_bitmask)
-    if not hasattr(core.EngineCore, "kvadmit_status"):
-        core.EngineCore.kvadmit_status = engine_core.kvadmit_status
+    for utility in (engine_core.kvadmit_status, engine_core.kvadmit_trouble):
+        if not hasattr(core.EngineCore, utility.__name__):
+            setattr(core.EngineCore, utility.__name__, utility)
 
 
 def _install_worker_lookup() -> None:
@@ -97,3 +101,11 @@ def _install_frontend() -> None:
     from kvadmit.vllm import frontend
 
     replace(OutputProcessor, "process_outputs", frontend.wrap_process_outputs)
+
+
+def _install_readiness() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from kvadmit.vllm import readiness
+
+    replace(AsyncLLM, "check_health", readiness.wrap_check_health)

@@ -30,6 +30,7 @@ ANSWER_WAIT_S = 0.1
 GAUGES = {
     "held_extents": "Extents this instance has backed, preparing or orphaned.",
     "allowance_extents": "Most extents the arbiter allows it now.",
+    "ceiling_extents": "Most extents it could ever be allowed, alone on its devices.",
 }
 REPORTED = {
     "need": "Extents it lacks for its next step or its oldest waiter.",
@@ -86,6 +87,9 @@ class Collector:
             gauge.add_metric([name, device], held)
         for key, text in GAUGES.items():
             family(GaugeMetricFamily, key, text).add_metric([name], instance[key])
+        since_s = instance["needs_since_s"]
+        waits = family(GaugeMetricFamily, "need_age_seconds", "For how long it has lacked extents.")
+        waits.add_metric([name], 0.0 if since_s is None else self._asked_s - since_s)
         report = instance["report"]
         for key, text in REPORTED.items():
             family(GaugeMetricFamily, f"{key}_extents", text).add_metric([name], report[key])

@@ -20,6 +20,7 @@ from vllm.v1.request import RequestStatus
 from kvadmit.admission import Admission
 from kvadmit.pool import ElasticPool
 from kvadmit.units import ceil_div
+from kvadmit.vllm import stalls
 from kvadmit.vllm.engine_core import Engine, engine_of
 from kvadmit.vllm.failures import Failures, never_fits, waited_too_long
 from kvadmit.vllm.step_notes import StepNotes
@@ -158,8 +159,12 @@ class ElasticScheduler:
         took_ns = vllm_began_ns - began_ns + time.monotonic_ns() - vllm_ended_ns
         wait = admission.wait_moving if moved else admission.wait
         (wait if ran else admission.overlapped).add(took_ns + step.inside_ns)
-        if not ran and self.kvadmit_engine.core is None:
-            self._kvadmit_wait_in_process()
+        if not ran:
+            stalls.note_empty_step(self, vllm_ended_ns)
+            if self.kvadmit_engine.core is None:
+                self._kvadmit_wait_in_process()
+        elif step.stalled_ns:
+            stalls.end(step, vllm_ended_ns)
         return output
 
     def get_grammar_bitmask(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -371,6 +376,8 @@ class ElasticScheduler:
 
     def add_request(self: Any, request: Any) -> None:
         """Queue a request; one that exceeds the ceiling fails in the next step."""
+        if not self.running and not self.waiting:
+            stalls.end(self.kvadmit_step, time.monotonic_ns())  # who waited left without a step
         super().add_request(request)  # type: ignore[misc]
         blocks = self._kvadmit_blocks(request)
         self.kvadmit_mean_blocks += 0.05 * (blocks - self.kvadmit_mean_blocks)

@@ -56,6 +56,8 @@ PLACES: tuple[Place, ...] = (
     Place("EngineCoreProc._process_input_queue", _CORE),
     Place("EngineCoreProc._process_engine_step", _CORE, "body"),
     Place("EngineCoreProc._handle_client_request", _CORE),
+    Place("AsyncLLM.check_health", ("v1/engine/async_llm.py",)),
+    Place("AsyncMPClient.call_utility_async", ("v1/engine/core_client.py",)),
     Place("OutputProcessor.process_outputs", ("v1/engine/output_processor.py",)),
     Place("RequestOutputCollector.put", ("v1/engine/output_processor.py",)),
     Place("GracefulHTTPError.__init__", ("exceptions.py",)),

@@ -36,6 +36,8 @@ class StepNotes:
         "refused",
         "seats",
         "showed",
+        "stall_told",
+        "stalled_ns",
         "told",
         "tried",
         "untold",
@@ -77,6 +79,10 @@ class StepNotes:
         """The step before held a request."""
         self.inside = False
         """vLLM schedules."""
+        self.stalled_ns = 0
+        """Since when requests wait, none runs and no step could; 0 otherwise."""
+        self.stall_told = False
+        """Whether that was logged."""
         self.forget()
 
     def forget(self) -> None:
