@@ -13,7 +13,7 @@ STAMP := $(VENV)/.kvadmit-ready
 TESTS := tests/test_layers.py \
 	$(wildcard tests/unit tests/property tests/sim tests/integration tests/vllm)
 
-.PHONY: help venv lint test sim model mutants demo clean
+.PHONY: help venv lint test sim model mutants soak demo clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ model: $(STAMP) ## Search small hosts to the end, in every order of messages (mi
 
 mutants: $(STAMP) ## Take out one guard at a time; a test must turn red for each (minutes)
 	$(RUN) tools/mutants.py --json bench/results/mutants.json
+
+soak: $(STAMP) ## Half an hour of load on real vLLM while processes are killed at random
+	$(RUN) bench/soak.py --minutes 30 --json bench/results/soak.json
 
 demo: $(STAMP) ## Two real vLLM instances share memory on this machine's CPU
 	$(RUN) bench/contention.py --demo

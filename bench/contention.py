@@ -24,7 +24,7 @@ import msgspec
 from rich.console import Console
 
 from bench.colocated import gpus, models, plot, table
-from bench.colocated.arguments import bounds, positive, size
+from bench.colocated.arguments import bounds, minutes, not_negative, positive, size
 from bench.colocated.fleet import InstanceError
 from bench.colocated.gpus import GpuError, GpuHost
 from bench.colocated.policies import MARGIN_BYTES, POLICIES
@@ -90,6 +90,13 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--repeats", type=positive, default=1, help="interleaved: A-B-B-A")
     add(
+        "--warm-up",
+        type=not_negative,
+        default=32,
+        metavar="N",
+        help="requests per instance that are sent after a start and not counted",
+    )
+    add(
         "--worker-delay-ms",
         type=float,
         default=0.0,
@@ -98,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--probes",
-        type=int,
+        type=not_negative,
         default=0,
         help="clients per instance that send one-block requests, which need no growth",
     )
@@ -120,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--minutes",
-        type=float,
+        type=minutes,
         default=None,
         help="begin no run after so long; --append goes on with those that are missing",
     )
@@ -172,6 +179,7 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
         pool_bytes=arguments.pool or 16 * MIB,
         model=arguments.model or "",
         seed=arguments.seed,
+        warm_up=arguments.warm_up,
         worker_delay_ms=arguments.worker_delay_ms,
         probes=arguments.probes,
         max_model_len=align_up(longest, BLOCK_TOKENS),

@@ -20,14 +20,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 from bench.colocated.figures import (
     Figure,
     Json,
+    by_repeat,
     mean_over_requests,
     own,
     policies_of,
+    ratio,
     throughput_ratio,
     total,
     worst,
 )
-from bench.colocated.statistics import median, paired_ratio
+from bench.colocated.statistics import median, ratio_of_medians
 from kvadmit.units import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,6 +133,10 @@ def gpu_costs(runs: list[Json]) -> str:
             NOTHING if held is None else format_bytes(int(held)),
         ]
         rows.append(f"| {' | '.join(cells)} |")
+    output = ratio(runs, "event", "kvcached", own("output_tokens_per_s"))
+    first = ratio(runs, "event", "kvcached", mean_over_requests("ttft_s"))
+    if output is not None:
+        rows += ["", f"`event` over `kvcached`: output {output}, mean TTFT {first}."]
     return "\n".join(rows)
 
 
@@ -163,7 +169,7 @@ def comparison(result: Json) -> str:
         mine = [run for run in runs if run["policy"] == policy]
         completed = sum(total("completed")(run) or 0 for run in mine)
         failed = sum(total("failed")(run) or 0 for run in mine)
-        ratio = throughput_ratio(runs, policy, policies[0])
+        over = throughput_ratio(runs, policy, policies[0])
         misses = middle(mine, total("allocation_misses"))
         rejections = middle(mine, total("headroom_rejections"))
         refused = None if misses is None else misses + (rejections or 0)
@@ -171,7 +177,7 @@ def comparison(result: Json) -> str:
             policy,
             f"{completed:.0f} / {failed:.0f}",
             show(middle(mine, own("output_tokens_per_s")), "{:,.0f}"),
-            "1" if policy == policies[0] else str(ratio or NOTHING),
+            "1" if policy == policies[0] else str(over or NOTHING),
             show(middle(mine, mean_over_requests("ttft_s")), "{:.2f} s"),
             show(middle(mine, total("preemptions")), "{:.0f}"),
             show(refused, "{:,.0f}"),
@@ -245,7 +251,7 @@ def delays() -> str:
         for delay, runs in results.items():
             mine = [run for run in runs if run["policy"] == policy]
             undelayed = by_repeat(results[0], policy, probe)
-            ratio = paired_ratio(by_repeat(runs, policy, probe), undelayed)
+            slower = ratio_of_medians(by_repeat(runs, policy, probe), undelayed)
             cells = [
                 policy,
                 f"{delay} ms",
@@ -253,16 +259,10 @@ def delays() -> str:
                 show(scaled(middle(mine, worst("scheduler_wait_us", "max")), 1e-3), "{:,.2f} ms"),
                 show(scaled(middle(mine, worst("grow_latency_s", "p50")), 1e3), "{:,.1f} ms"),
                 show(middle(mine, own("output_tokens_per_s")), "{:,.0f}"),
-                "1" if delay == DELAYS_MS[0] else str(ratio or NOTHING),
+                "1" if delay == DELAYS_MS[0] else str(slower or NOTHING),
             ]
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
-
-
-def by_repeat(runs: list[Json], policy: str, figure: Figure) -> dict[int, float]:
-    """Return the figure of a policy's runs by repeat."""
-    found = {run["repeat"]: figure(run) for run in runs if run["policy"] == policy}
-    return {repeat: value for repeat, value in found.items() if value is not None}
 
 
 def scaled(value: float | None, factor: float) -> float | None:

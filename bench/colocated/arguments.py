@@ -25,6 +25,24 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> int:
+    """Read a whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def minutes(text: str) -> float:
+    """Read a time in minutes, above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time in minutes above 0")
+    return value
+
+
 def bounds(text: str) -> tuple[int, int]:
     """Read `LOW:HIGH` or one number, both at least 1."""
     low, _, high = text.partition(":")

@@ -19,7 +19,6 @@ from bench.colocated.fleet import Fleet
 from bench.colocated.setup import Setup
 from kvadmit.units import GIB
 
-WARM_UP_REQUESTS = 32
 WARM_UP_REPEAT = -1
 """No run has this number, so none sends the same prompts."""
 RESERVE_BYTES = 1 * GIB
@@ -77,8 +76,10 @@ class Crew:
 
     async def _warm_up(self, fleet: Fleet) -> None:
         """Play a few requests nobody counts: first steps of an engine load and allocate."""
+        if not self._setup.warm_up:
+            return
         shape = msgspec.structs.replace(
-            self._setup.shape, scenario="symmetric", requests=WARM_UP_REQUESTS, rate=None
+            self._setup.shape, scenario="symmetric", requests=self._setup.warm_up, rate=None
         )
         setup = msgspec.structs.replace(self._setup, shape=shape, probes=0)
         await Conductor(setup, fleet, WARM_UP_REPEAT, progress=lambda: None).play()

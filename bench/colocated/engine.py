@@ -5,7 +5,7 @@ Owns: the protocol. Must not know: either engine.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from bench.colocated.channel import Ready
@@ -25,8 +25,10 @@ class Engine(Protocol):
 
     ready: Ready
 
-    def generate(self, request_id: str, prompt: list[int], tokens: int) -> AsyncIterator[int]:
-        """Yield how many new tokens each output brought, `tokens` in all; raises on failure."""
+    def generate(
+        self, request_id: str, prompt: list[int], tokens: int
+    ) -> AsyncIterator[Sequence[int]]:
+        """Yield the ids of the new tokens of each output, `tokens` in all; raises on failure."""
         ...
 
     async def begin_run(self) -> None:

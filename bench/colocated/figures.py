@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.colocated.policies import POLICIES
-from bench.colocated.statistics import Ratio, paired_ratio
+from bench.colocated.statistics import Ratio, ratio_of_medians
 
 Json = dict[str, Any]
 Figure = Callable[[Json], float | None]
@@ -26,17 +26,20 @@ def policies_of(runs: Sequence[Json]) -> list[str]:
     return [policy for policy in POLICIES if policy in found]
 
 
+def by_repeat(runs: Sequence[Json], policy: str, figure: Figure) -> dict[int, float]:
+    """Return a figure of the runs of `policy` to which it applies, by repeat."""
+    found = {run["repeat"]: figure(run) for run in runs if run["policy"] == policy}
+    return {repeat: value for repeat, value in found.items() if value is not None}
+
+
+def ratio(runs: Sequence[Json], policy: str, reference: str, figure: Figure) -> Ratio | None:
+    """Return a figure of `policy` over that of `reference`."""
+    return ratio_of_medians(by_repeat(runs, policy, figure), by_repeat(runs, reference, figure))
+
+
 def throughput_ratio(runs: Sequence[Json], policy: str, reference: str) -> Ratio | None:
-    """Return output tokens per second of `policy` over those of `reference`, by repeat."""
-
-    def by_repeat(name: str) -> dict[int, float]:
-        return {
-            run["repeat"]: run["output_tokens_per_s"]
-            for run in runs
-            if run["policy"] == name and run["output_tokens_per_s"] is not None
-        }
-
-    return paired_ratio(by_repeat(policy), by_repeat(reference))
+    """Return output tokens per second of `policy` over those of `reference`."""
+    return ratio(runs, policy, reference, own("output_tokens_per_s"))
 
 
 def total(key: str) -> Figure:

@@ -83,7 +83,12 @@ class Instance:
         assert self._writer is not None, "started"
         write(self._writer, order)
 
-    async def hear(self, wait_s: float) -> FromInstance:
+    @property
+    def pid(self) -> int:
+        """The process with its clients and front end; 0 before it was started."""
+        return 0 if self._process is None else self._process.pid
+
+    async def hear(self, wait_s: float | None) -> FromInstance:
         """Return the next report; raises InstanceError if none comes or the instance broke."""
         assert self._reader is not None, "started"
         try:

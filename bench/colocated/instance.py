@@ -7,13 +7,16 @@ where FD is its end of a socket pair; the end of that socket is the end of this 
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
+import hashlib
 import importlib
 import socket
 import sys
 import time
 import traceback
+from collections import deque
 
 from bench.colocated.channel import (
     LINE_BYTES_MAX,
@@ -40,9 +43,37 @@ ENGINES = {
 }
 """Modules with a `start` (EngineStart); imported only by the instance that runs them."""
 
+SILENCE_S = 0.25
+"""A time without tokens is worth a note from here on."""
+SILENCES_KEPT = 64
 PROBE_PROMPT_TOKENS = 8
 PROBE_OUTPUT_TOKENS = 20
 """Together less than a block of 32: once admitted, a probe needs no growth."""
+
+
+class _Stream:
+    """The tokens of all requests as one stream, and its silences.
+
+    A silence is a time without any token while some request was in the middle of its answer.
+    """
+
+    def __init__(self) -> None:
+        self._silences: deque[tuple[float, float]] = deque(maxlen=SILENCES_KEPT)
+        self._newest_s = 0.0
+        self._open = 0
+        """Requests in the middle of their answer."""
+
+    def note_tokens(self, now_s: float, *, first: bool) -> None:
+        if self._open and now_s - self._newest_s >= SILENCE_S:
+            self._silences.append((self._newest_s, now_s))
+        self._newest_s = now_s
+        self._open += first
+
+    def note_end(self) -> None:
+        self._open -= 1
+
+    def silences_since(self, begin_s: float) -> list[tuple[float, float]]:
+        return [silence for silence in self._silences if silence[1] > begin_s]
 
 
 class Instance:
@@ -58,6 +89,7 @@ class Instance:
         self._probed: list[Answered] = []
         self._sampler: asyncio.Task[None] | None = None
         self._levels: list[Level] = []
+        self._stream = _Stream()
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Follow orders until told to stop or the bench is gone."""
@@ -134,16 +166,24 @@ class Instance:
     ) -> Answered:
         submitted_s = time.monotonic()
         first_s: float | None = None
-        got, error = 0, ""
+        got, error, stream = 0, "", self._stream
+        digest = hashlib.blake2b(digest_size=8)
         try:
             async for new in self._engine.generate(request_id, prompt, tokens):
-                if first_s is None and new:
-                    first_s = time.monotonic()
-                got += new
+                if not new:
+                    continue
+                now_s = time.monotonic()
+                stream.note_tokens(now_s, first=first_s is None)
+                first_s = now_s if first_s is None else first_s
+                got += len(new)
+                digest.update(array.array("I", new).tobytes())
             if got != tokens:
                 error = f"{got} of {tokens} tokens"
         except Exception as failure:  # any failure of a request is a result, not ours to judge
             error = f"{type(failure).__name__}: {failure}"
+        finally:
+            if first_s is not None:
+                stream.note_end()
         return Answered(
             index=index,
             submitted_s=submitted_s,
@@ -152,6 +192,8 @@ class Instance:
             tokens=got,
             error=error,
             probe=probe,
+            digest=digest.hexdigest(),
+            silences=[] if first_s is None else stream.silences_since(first_s),
         )
 
 

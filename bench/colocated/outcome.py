@@ -33,7 +33,9 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     """One request's outcome. Times on the host's monotonic clock, in seconds.
 
     `error`: why it failed, "" if it completed. `first_s` is None if no token came. `probe`:
-    one of the one-block requests that need no growth, kept out of every other figure.
+    one of the one-block requests that need no growth, kept out of every other figure. `digest`
+    stands for the ids of the tokens that came: equal ids, equal digests. `silences`: from when to
+    when its instance gave no token to anybody, while this one was being answered.
     """
 
     index: int
@@ -43,6 +45,8 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     error: str = ""
     probe: bool = False
+    digest: str = ""
+    silences: list[tuple[float, float]] = []
 
     @property
     def ttft_s(self) -> float | None:

@@ -22,7 +22,8 @@ BLOCK_TOKENS = 32
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """One bench. `pool_bytes`: KV memory of all instances together.
 
-    `model`: directory of the model vLLM loads. `worker_delay_ms` is added to every answer of
+    `model`: directory of the model vLLM loads. `warm_up`: requests per instance that are sent
+    after a start and not counted. `worker_delay_ms` is added to every answer of
     a worker to a growth order. `probes`: per instance, clients whose one-block requests need
     no growth. `timeout_s` bounds one run. On GPUs (`device` "cuda"): rank r is on the r-th of
     `gpus`, `leave_bytes` are what the ballast leaves of each for everybody, and `base_bytes` what
@@ -35,6 +36,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     pool_bytes: int
     model: str
     seed: int
+    warm_up: int = 32
     worker_delay_ms: float = 0.0
     probes: int = 0
     block_tokens: int = BLOCK_TOKENS
@@ -61,6 +63,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             "tp": self.tp,
             "pool_bytes": self.pool_bytes,
             "model": self.model.rsplit("/", 1)[-1],
+            "warm_up": self.warm_up,
             "worker_delay_ms": self.worker_delay_ms,
             "probes": self.probes,
             "block_tokens": self.block_tokens,

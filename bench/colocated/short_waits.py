@@ -5,7 +5,7 @@ Owns: how a process of vLLM's waits for another one's message. Changes no decisi
 vLLM's message queues spin on `sched_yield` between any two messages. With more spinning
 processes than cores some kernels then let other processes wait for seconds (observed on Linux
 6.18 with two cores: even kernel threads), and what a run shows is the kernel's luck. The spin
-also keeps the interpreter lock, which a sleep gives up. And who wakes to look, thousands of
+also keeps the interpreter lock, which a sleep gives up. And who wakes to look, a thousand
 times a second, must not push a scheduler's thread off its core each time; how often it looks is
 how often a timer's interrupt falls into whatever is being measured.
 """
@@ -16,7 +16,7 @@ import time
 
 from kvadmit.processes import never_preempt_others
 
-WAIT_S = 0.0005
+WAIT_S = 0.001
 """Against steps of 10 ms and more: a timer must seldom fall into the 3 us that kvadmit takes."""
 
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,16 +145,19 @@ class SimEngine:
 
     # --- clients' loop ---
 
-    async def generate(self, request_id: str, prompt: list[int], tokens: int) -> AsyncIterator[int]:
+    async def generate(
+        self, request_id: str, prompt: list[int], tokens: int
+    ) -> AsyncIterator[Sequence[int]]:
         answers: asyncio.Queue[int | Exception] = asyncio.Queue()
         self._clients[request_id] = answers
         self._post(SimRequest(request_id, len(prompt), tokens))
         try:
-            for _ in range(tokens):
+            for position in range(tokens):
                 answer = await answers.get()
                 if isinstance(answer, Exception):
                     raise answer
-                yield answer
+                # In place of a model: the prompt again and again.
+                yield (prompt[position % len(prompt)],)
         finally:
             del self._clients[request_id]
 
@@ -215,8 +218,9 @@ class SimEngine:
                 if not self._step():
                     self._memory.wait(self.wake)
                     self.wake.clear()
-        except Exception as error:  # every client learns of it; the process then ends
+        except Exception as error:  # every client learns of it, and every rank ends
             self._tell(self._fail, error)
+            self._ranks.stop()
 
     def _take_arrivals(self) -> None:
         while self._arrivals:

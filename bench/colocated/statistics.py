@@ -7,8 +7,9 @@ never 0, and None in gives None out.
 from __future__ import annotations
 
 import math
+import random
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -46,29 +47,44 @@ def summary(values: Sequence[float]) -> dict[str, float | None]:
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """Median of ratios of paired runs, with the smallest and largest of them."""
+    """Ratio of two medians, with the interval in which it lies for 95 of 100 resamplings."""
 
-    median: float
+    value: float
     low: float
     high: float
     pairs: int
 
     def __str__(self) -> str:
         if self.pairs == 1:
-            return f"{self.median:.2f} x (one pair)"
-        return f"{self.median:.2f} x ({self.low:.2f} - {self.high:.2f})"
+            return f"{self.value:.2f} x (one pair)"
+        return f"{self.value:.2f} x ({self.low:.2f} - {self.high:.2f})"
 
 
-def paired_ratio(values: dict[int, float], reference: dict[int, float]) -> Ratio | None:
-    """Return the ratio of `values` to `reference`, both by repeat; None without a pair.
+RESAMPLINGS = 2000
 
-    Pairs share a repeat, so they ran the same requests at about the same time.
+
+def ratio_of_medians(values: Mapping[int, float], reference: Mapping[int, float]) -> Ratio | None:
+    """Return median(values) / median(reference), both by repeat; None without a common repeat.
+
+    Runs of a repeat answered the same requests at about the same time, so the bootstrap draws
+    pairs of them (percentile method, seeded: equal runs, equal interval). Other runs do not
+    count.
     """
-    ratios = [
-        values[repeat] / reference[repeat]
+    pairs = [
+        (values[repeat], reference[repeat])
         for repeat in sorted(values)
         if repeat in reference and reference[repeat] > 0
     ]
-    if not ratios:
+    if not pairs:
         return None
-    return Ratio(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
+    dice = random.Random(0)
+    drawn = [_ratio(dice.choices(pairs, k=len(pairs))) for _ in range(RESAMPLINGS)]
+    low, high = percentile(drawn, 2.5), percentile(drawn, 97.5)
+    assert low is not None
+    assert high is not None
+    return Ratio(_ratio(pairs), low, high, len(pairs))
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    ours, theirs = zip(*pairs, strict=True)
+    return float(statistics.median(ours) / statistics.median(theirs))

@@ -84,8 +84,8 @@ def _ratio_row(runs: list[Json], policies: list[str]) -> list[str]:
 def _note(result: Json) -> str:
     return (
         "Latencies: mean over all requests, percentiles of the worse instance. Counters: all "
-        "instances together; waits: the worst. Ratio: median (smallest - largest) over pairs of "
-        f"runs of the same repeat. '{DASH}': does not apply.\n"
+        "instances together; waits: the worst. Ratio: of medians (95 % interval, bootstrap over "
+        f"repeats). '{DASH}': does not apply.\n"
         f"commit {result['commit']}, seed {result['seed']}, {result['hardware']['cpu']} "
         f"({result['hardware']['cores']} cores), vLLM {result['versions']['vllm']}"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -77,7 +77,9 @@ class VllmEngine:
             facts={"block_tokens": cache.block_size, "blocks": cache.num_gpu_blocks},
         )
 
-    async def generate(self, request_id: str, prompt: list[int], tokens: int) -> AsyncIterator[int]:
+    async def generate(
+        self, request_id: str, prompt: list[int], tokens: int
+    ) -> AsyncIterator[Sequence[int]]:
         sampling = SamplingParams(
             max_tokens=tokens,
             ignore_eos=True,
@@ -86,7 +88,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         async for output in self._llm.generate({"prompt_token_ids": prompt}, sampling, request_id):
-            yield len(output.outputs[0].token_ids)
+            yield output.outputs[0].token_ids
 
     async def begin_run(self) -> None:
         await self._llm.reset_prefix_cache()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -28,7 +28,7 @@ from bench.colocated.channel import (
 )
 from bench.colocated.conductor import Conductor
 from bench.colocated.fleet import Fleet, InstanceError
-from bench.colocated.instance import Instance
+from bench.colocated.instance import Instance, _Stream
 from bench.colocated.outcome import Answered, Counted, Level
 from bench.colocated.setup import Setup
 from bench.colocated.workload import Request, Shape, plan
@@ -180,20 +180,22 @@ def test_an_instance_that_breaks_ends_the_run_with_its_reason() -> None:
 
 
 class FakeEngine:
-    """Gives `tokens` tokens, fails requests of 13 tokens, gives one token less for 14."""
+    """Gives `tokens` tokens, the prompt's first id each; 13 fail, of 14 one is not given."""
 
     def __init__(self) -> None:
         self.ready = Ready(capacity_bytes=5)
         self.prompts: dict[str, list[int]] = {}
         self.begun = 0
 
-    async def generate(self, request_id: str, prompt: list[int], tokens: int) -> AsyncIterator[int]:
+    async def generate(
+        self, request_id: str, prompt: list[int], tokens: int
+    ) -> AsyncIterator[Sequence[int]]:
         self.prompts[request_id] = prompt
         if tokens == 13:
             raise ValueError("unlucky")
         for _ in range(tokens - (tokens == 14)):
             await asyncio.sleep(0)
-            yield 1
+            yield (prompt[0],)
 
     async def begin_run(self) -> None:
         self.begun += 1
@@ -265,6 +267,35 @@ def test_requests_are_timed_counted_and_their_failures_reported() -> None:
             assert finished.probes == []
 
     run(talk)
+
+
+def test_equal_tokens_have_equal_digests() -> None:
+    async def talk() -> None:
+        async with Talk() as bench:
+            # The last differs in its prompt, of which the engine's answers are made.
+            requests = tuple(Request(n, 0.0, 4, 6, seed) for n, seed in enumerate((1, 1, 2)))
+            bench.tell(Submit(requests=requests))
+            digests: dict[int, str] = {}
+            while len(digests) < 3:
+                report = await bench.hear()
+                assert isinstance(report, Outcome)
+                digests[report.answered.index] = report.answered.digest
+            assert digests[0] == digests[1] != digests[2]
+
+    run(talk)
+
+
+def test_a_silence_counts_while_an_answer_is_under_way() -> None:
+    stream = _Stream()
+    stream.note_tokens(10.0, first=True)
+    stream.note_tokens(10.5, first=False)
+    stream.note_end()
+    stream.note_tokens(20.0, first=True)  # nobody was answered before it
+    stream.note_tokens(20.1, first=True)  # too short
+    stream.note_end()
+    stream.note_tokens(22.1, first=False)
+    assert stream.silences_since(10.0) == [(10.0, 10.5), (20.1, 22.1)]
+    assert stream.silences_since(20.0) == [(20.1, 22.1)]
 
 
 def test_probes_run_one_after_another_until_the_run_is_finished() -> None:
