@@ -30,7 +30,7 @@ from bench.colocated.figures import (
     worst,
 )
 from bench.colocated.statistics import median, ratio_of_medians
-from kvadmit.units import format_bytes
+from kvadmit.units import GIB, format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -89,7 +89,7 @@ def is_there(name: str) -> bool:
 
 
 def load(name: str) -> Json:
-    """Return a committed result."""
+    """Return a committed result, or its samples."""
     result: Json = json.loads((RESULTS / f"{name}.json").read_text())
     return result
 
@@ -97,6 +97,7 @@ def load(name: str) -> Json:
 def on_gpus(name: str) -> str:
     """Return the tables of a result on GPUs, one per scenario."""
     result = load(name)
+    samples = load(f"{name}.samples")["runs"]
     work = result["workload"]
     parts = []
     for scenario in dict.fromkeys(run["scenario"] for run in result["runs"]):
@@ -105,20 +106,22 @@ def on_gpus(name: str) -> str:
         parts.append(
             f"**On GPUs: {work['instances']} instances of TP {work['tp']}, {work['requests']} "
             f"requests each, `{scenario}`**, {format_bytes(work['pool_bytes'])} of KV memory, "
-            f"{described(one)}\n\n{comparison(one)}\n\n{gpu_costs(runs)}"
+            f"{described(one)}\n\n{comparison(one)}\n\n"
+            f"{gpu_costs(runs, [run for run in samples if run['scenario'] == scenario])}"
         )
     return "\n\n".join(parts)
 
 
-def gpu_costs(runs: list[Json]) -> str:
+def gpu_costs(runs: list[Json], samples: list[Json]) -> str:
     """Return the table of what a policy costs beside throughput: a row per policy."""
     rows = [
         "| policy | time per token p95 | TTFT p95 | growths | growth p50 / p99 "
-        "| device memory of one EngineCore |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| device memory of one EngineCore | most held as KV cache | most of a GPU in use |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for policy in policies_of(runs):
         mine = [run for run in runs if run["policy"] == policy]
+        looked = [run for run in samples if run["policy"] == policy]
         growth = [
             show(scaled(middle(mine, worst("grow_latency_s", part)), 1e3), "{:,.1f}")
             for part in ("p50", "p99")
@@ -131,6 +134,8 @@ def gpu_costs(runs: list[Json]) -> str:
             show(middle(mine, total("growths")), "{:,.0f}"),
             f"{' / '.join(growth)} ms" if growth[0] != NOTHING else NOTHING,
             NOTHING if held is None else format_bytes(int(held)),
+            show(median(map(most_held, looked)), "{:.1f} GiB"),
+            show(median(map(most_used, looked)), "{:.1f} GiB"),
         ]
         rows.append(f"| {' | '.join(cells)} |")
     output = ratio(runs, "event", "kvcached", own("output_tokens_per_s"))
@@ -138,6 +143,17 @@ def gpu_costs(runs: list[Json]) -> str:
     if output is not None:
         rows += ["", f"`event` over `kvcached`: output {output}, mean TTFT {first}."]
     return "\n".join(rows)
+
+
+def most_held(run: Json) -> float | None:
+    """Return the most KV memory that all instances held at once, in GiB."""
+    looks = zip(*(instance["levels"] for instance in run["instances"]), strict=False)
+    return max((sum(level[1] for level in look) / GIB for look in looks), default=None)
+
+
+def most_used(run: Json) -> float | None:
+    """Return the most that was in use of any GPU, by whomever, in GiB."""
+    return max((max(look[1:]) / GIB for look in run.get("devices", ())), default=None)
 
 
 def described(result: Json) -> str:
