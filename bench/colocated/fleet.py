@@ -107,11 +107,15 @@ class Instance:
         tail = "".join(f"\n    {line}" for line in lines)
         return InstanceError(f"instance {self.name} {what}; the end of {self.log}:{tail}")
 
-    async def stop(self) -> None:
-        """End the process: asked first, killed with its children if it does not go."""
-        if self._writer is not None:
+    def ask_to_stop(self) -> None:
+        """Have it shut down; idempotent."""
+        if self._writer is not None and not self._writer.is_closing():
             self.tell(Stop())
             self._writer.close()
+
+    async def stop(self) -> None:
+        """End the process: asked first, killed with its children if it does not go."""
+        self.ask_to_stop()
         process = self._process
         if process is None:
             return

@@ -219,10 +219,13 @@ class Siege:
             told = {tenant.name: await tenant.held_bytes() for tenant in self._tenants}
             snapshot: dict[str, Any] = await blows.until_joined(self._run, names, SETTLE_S)
             foreign = sum(device["foreign_bytes"] for device in snapshot["devices"].values())
-            if self._held_by(snapshot) == told and not foreign:
+            # The third witness: what is really booked in the pool, by whomever.
+            pool = self._run_dir / HOST_POOL_FILE
+            unowned = leftovers.pool_bytes(pool, self._setup.pool_bytes) - sum(told.values())
+            if self._held_by(snapshot) == told and not foreign and not unowned:
                 return True
             if time.monotonic() > until_s:
-                self._leaked_bytes = max(self._leaked_bytes, foreign)
+                self._leaked_bytes = max(self._leaked_bytes, foreign, abs(unowned))
                 return False
             await asyncio.sleep(0.2)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +33,9 @@ COUNT_WAIT_S = 60.0
 """Within this an idle instance forgets its prefixes, or says what it holds."""
 BURST = (8, 64)
 """Requests that come at once."""
+END_WAIT_S = 30.0
+HUNG_S = 60.0
+"""A burst and its neighbour's take a third of this: who waits longer has been forgotten."""
 FIXTURE_PART = 0.25
 """Of a burst: requests whose tokens are known."""
 PAUSE_S = 2.0
@@ -85,8 +89,8 @@ class Tenant:
         self._instance: Instance | None = None
         self._lives = 0
         self._index = 0
-        self._open: dict[int, int | None] = {}
-        """Requests without an answer, and which fixture each is."""
+        self._open: dict[int, tuple[int | None, float]] = {}
+        """Requests without an answer: which fixture each is, and since when it waits."""
         self._answered = asyncio.Event()
         self._flowing = asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
@@ -141,6 +145,12 @@ class Tenant:
         self.up = False
         if self._pressing is not None:
             self._pressing.cancel()
+        now_s = time.monotonic()
+        hung = [index for index, (_, since_s) in self._open.items() if now_s - since_s > HUNG_S]
+        for index in hung:
+            del self._open[index]
+        if hung:
+            self._fail(len(hung), f"{self.name}: no answer for {HUNG_S:.0f} s before it was struck")
 
     async def bury(self) -> int:
         """Stop load and process, after a strike or at the end; returns how many are still there."""
@@ -155,9 +165,11 @@ class Tenant:
         self._tally.lost_with_victims += len(self._open)
         self._open.clear()
         if self._instance is not None:
-            ended = blows.tree(self._instance.pid)
+            ending = blows.tree(self._instance.pid)
+            self._instance.ask_to_stop()
+            lingering = await blows.until_gone(ending, END_WAIT_S)
             await self._instance.stop()
-            return await blows.until_gone(ended)
+            return lingering
         return 0
 
     # --- load ---
@@ -183,7 +195,7 @@ class Tenant:
         requests = []
         for request, fixture in drawn:
             self._index += 1
-            self._open[self._index] = fixture
+            self._open[self._index] = (fixture, time.monotonic())
             requests.append(msgspec.structs.replace(request, index=self._index))
         self._instance.tell(Submit(requests=tuple(requests)))
 
@@ -219,7 +231,7 @@ class Tenant:
     def _take(self, answered: Answered) -> None:
         if answered.index not in self._open:
             return  # given up already
-        fixture = self._open.pop(answered.index)
+        fixture, _ = self._open.pop(answered.index)
         self._answered.set()
         if answered.error:
             if self.up:

@@ -102,7 +102,7 @@ class Agent:
         self._ended = False
         self._ready = threading.Event()
         self._error: Exception | None = None
-        self._memory = (0, 0)
+        self._memory = (0.0, 0, 0)
         self._outgoing: deque[Message] = deque()
         """Messages from other threads."""
         self._lease: LeaseLine | None = None
@@ -194,8 +194,8 @@ class Agent:
         self._dealer = BlockingDealer(self._endpoint, self._incarnation, self._lease.server)
         self._poller = AgentPoller(self._dealer, self._lease)
         space = self._space
-        self._memory = space.read()
-        free_bytes, total_bytes = self._memory
+        self._memory = (time.monotonic(), *space.read())
+        at_s, free_bytes, total_bytes = self._memory
         self._send(
             AgentHello(
                 rank=self.rank,
@@ -210,7 +210,7 @@ class Agent:
                     free_bytes=free_bytes,
                     total_bytes=total_bytes,
                     sequence=0,
-                    at_s=time.monotonic(),
+                    at_s=at_s,
                 ),
             )
         )
@@ -302,7 +302,7 @@ class Agent:
             case member.Send():
                 self._send(effect.message)
             case member.ReadNow():
-                self._events.append(member.ReadDone(time.monotonic(), *self._read()))
+                self._events.append(member.ReadDone(*self._read()))
             case member.StartTimer():
                 self._timers.start(effect.timer, effect.at_s)
             case member.ExitProcess():
@@ -318,9 +318,9 @@ class Agent:
         except Exception as unexpected:
             logger.exception("rank %d: %s raised", self.rank, call.kind)
             result, error = BatchResult(), unexpected
-        free_bytes, total_bytes = self._read()
+        at_s, free_bytes, total_bytes = self._read()
         return member.DriverDone(
-            now_s=time.monotonic(),
+            now_s=at_s,
             order=call.order,
             done=result.done,
             partial=result.partial,
@@ -344,10 +344,15 @@ class Agent:
             case "fence":
                 raise AssertionError("a fence makes no driver call")
 
-    def _read(self) -> tuple[int, int]:
-        """Return the device's free and total bytes; the last known ones if it will not say."""
+    def _read(self) -> tuple[float, int, int]:
+        """Return the device's free and total bytes, and since when they are known.
+
+        The last known ones if it will not say. The time is that before the call: a reading that
+        was long under way must not pass for newer than it is.
+        """
+        at_s = time.monotonic()
         try:
-            self._memory = self._space.read()
+            self._memory = (at_s, *self._space.read())
         except DriverError as error:
             logger.error("rank %d: %s", self.rank, error)
         return self._memory

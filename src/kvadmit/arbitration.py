@@ -161,7 +161,7 @@ class Arbitration:
                 else:
                     membership.check_report(message)
                     effects.append(Send(peer, Seen(epoch=self.epoch, revision=message.revision)))
-                    self._report(instance, message, event.now_s)
+                    self._report(instance, message, event.now_s, effects)
                     if message.allowance_seen == instance.account.revision:
                         effects.append(StopTimer(f"allow:{peer}"))
             case Bye():
@@ -201,7 +201,9 @@ class Arbitration:
         if not known.wants_start:
             effects.append(Send(peer, StartTurn(epoch=self.epoch, revision=hello.revision)))
 
-    def _report(self, instance: Instance, report: Report, now_s: float) -> None:
+    def _report(
+        self, instance: Instance, report: Report, now_s: float, effects: list[Effect]
+    ) -> None:
         account = instance.account
         held_before, previous = account.held, account.report
         if not account.receive(report):
@@ -232,7 +234,13 @@ class Arbitration:
             if book is None or not newer:
                 continue
             least, most = membership.bounds(self.instances, reading.device)
-            book.read(reading, least_bytes=least, most_bytes=most)
+            # A clock that is ahead of ours must not make every later reading an old one.
+            reading = msgspec.structs.replace(reading, at_s=min(reading.at_s, now_s))
+            if not book.read(reading, least_bytes=least, most_bytes=most):
+                if book.foreign_bytes:
+                    # With this report the books may know better: have it read once more.
+                    self._elect({reading.device}, effects)
+                continue
             if reading.device in self._elected and not report.refused:
                 self._elected.discard(reading.device)
                 book.capped = False

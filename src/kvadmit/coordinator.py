@@ -496,6 +496,7 @@ class Coordinator:
                 self._lose_engine(effect.reason)
 
     def _read_here(self, device: str) -> None:
+        at_s = time.monotonic()
         try:
             free_bytes, total_bytes = self._read_device(device)
         except KvAdmitError as error:
@@ -506,7 +507,7 @@ class Coordinator:
             free_bytes=free_bytes,
             total_bytes=total_bytes,
             sequence=0,
-            at_s=time.monotonic(),
+            at_s=at_s,
         )
         # Not from inside another event's effects: those come first.
         self._call_soon(lambda: self._step(events.ReadingTaken(time.monotonic(), reading)))

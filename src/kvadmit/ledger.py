@@ -85,19 +85,20 @@ class DeviceBook:
         """Take bytes a new member holds out of the foreign ones, where they were until now."""
         self.foreign_bytes = max(0, self.foreign_bytes - held_bytes)
 
-    def read(self, reading: DeviceReading, *, least_bytes: int, most_bytes: int) -> None:
+    def read(self, reading: DeviceReading, *, least_bytes: int, most_bytes: int) -> bool:
         """Correct `foreign_bytes` by a reading.
 
         `least_bytes` and `most_bytes` bound what the known instances can hold at this
         moment; the reading then bounds what is foreign. With nothing moving the two are
         equal and the figure is exact; otherwise it is only moved into the bounds. One that was
-        taken before another that is known, by whomever, says nothing of this moment.
+        taken before another that is known, by whomever, says nothing of this moment: False.
         """
         if reading.at_s < self._read_at_s:
-            return
+            return False
         self._read_at_s = reading.at_s
         # By one total for all: NVML and the driver differ by what the device keeps for itself.
         used = self.total_bytes - reading.free_bytes
         low, high = max(0, used - most_bytes), max(0, used - least_bytes)
         self.foreign_bytes = min(max(self.foreign_bytes, low), high)
         self.known = True
+        return True

@@ -6,6 +6,7 @@ anything. Must not know: the policy, timers, who gets what.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -218,6 +219,8 @@ def check_report(report: Report) -> None:
         report.backed - report.leaving - report.spare,
     )
     _require(min(figures) >= 0, f"figures that cannot be: {report}")
+    times = [reading.at_s for reading in report.devices]
+    _require(all(map(math.isfinite, times)), f"times that cannot be: {times}")
 
 
 def _require(condition: bool, text: str) -> None:

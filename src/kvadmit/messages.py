@@ -17,7 +17,7 @@ import msgspec
 
 from kvadmit.errors import RemoteProtocolError, VersionError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 FRAME_BYTES_MAX = 1 << 20
 """Largest body accepted, checked before parsing. A grant of 4,096 scattered extents is 40 KiB."""
 

@@ -81,8 +81,10 @@ class Host:
             peer, Report(epoch=EPOCH, revision=self.revision[peer], backed=backed, **figures)
         )
 
-    def shown(self, free: int, device: str = "g", operations: int = 0) -> dict[str, Any]:
-        """Return the figure of a report that shows `device` as `free` MiB."""
+    def shown(
+        self, free: int, device: str = "g", operations: int = 0, at_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Return the figure of a report that shows `device` as `free` MiB, read at `at_s`."""
         self.reading += 1
         reading = DeviceReading(
             device=device,
@@ -90,6 +92,7 @@ class Host:
             total_bytes=10 * MIB,
             sequence=self.reading,
             operations=operations,
+            at_s=at_s,
         )
         return {"devices": (reading,)}
 
@@ -420,6 +423,39 @@ def test_a_refused_grant_is_taken_back_and_comes_again_after_an_elected_reading(
         *allow(host, "a", 4, reason="need"),
         StopTimer("read"),
     ]
+
+
+def capped(host: Host) -> bool:
+    return host.machine.devices["g"].capped
+
+
+def test_an_elected_reading_from_before_the_refusal_ends_no_cap_and_another_is_asked_for() -> None:
+    """Its reader was stopped in between, say."""
+    host = Host()
+    host.now_s = 100.0
+    host.join("a", 2)
+    host.report("a", 2, need=2, running=1)
+    host.report("a", 2, need=2, running=1, refused=("g",), **host.shown(5, at_s=50.0))
+    host.timer("read")
+    effects = host.report("a", 2, need=2, running=1, **host.shown(8, at_s=49.0))
+    assert Send("a", Elect(epoch=EPOCH, device="g")) in effects
+    assert capped(host)
+    host.report("a", 2, need=2, running=1, **host.shown(8, at_s=51.0))
+    assert not capped(host)
+    assert host.allowance("a") == 4
+
+
+def test_a_clock_that_is_ahead_does_not_make_all_others_old() -> None:
+    host = Host()
+    host.now_s = 10.0
+    host.join("a", 2)
+    host.report("a", 2, **host.shown(5, at_s=1e9))
+    assert host.machine.devices["g"].foreign_bytes == 3 * MIB
+    host.now_s = 11.0
+    host.report("a", 2, **host.shown(8, at_s=11.0))
+    assert host.machine.devices["g"].foreign_bytes == 0
+    with pytest.raises(RemoteProtocolError, match="times that cannot be"):
+        host.report("a", 2, **host.shown(8, at_s=float("inf")))
 
 
 def test_bytes_that_come_back_end_a_cap() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.exceptions import GracefulHTTPError
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvadmit.vllm import readiness
 from kvadmit.vllm.engine_core import ARBITER_WAIT_S, Engine
@@ -99,8 +100,10 @@ def test_an_engine_that_never_answers_is_not_ready_until_it_does(
 def test_a_dead_engine_is_left_to_vllm() -> None:
     async def check() -> None:
         core, one = Core("stalled"), Readiness()
-        core.error = RuntimeError("dead")
+        core.error = EngineDeadError()
         assert await one.check(core) == ""
+        core.error = ValueError("broken")
+        assert await one.check(core) == "EngineCore cannot be asked: broken"
 
     asyncio.run(check())
 
@@ -144,5 +147,5 @@ def test_an_engine_names_what_is_lost() -> None:
     assert Engine.trouble(engine()) == ""
     assert Engine.trouble(engine(gone_s=ARBITER_WAIT_S - 1)) == ""
     text = Engine.trouble(engine(gone_s=ARBITER_WAIT_S))
-    assert text.startswith("no arbiter has answered for 10 s")
+    assert text.startswith("there has been no arbiter for 10 s")
     assert Engine.trouble(engine(lost="rank 1 is gone")) == "the engine ends: rank 1 is gone"

@@ -313,6 +313,7 @@ class Host:
             free_bytes=self._free(device),
             total_bytes=self.model.capacity,
             sequence=0,
+            at_s=self.now_s,
         )
         self._feed(one, group_events.ReadingTaken(self.now_s, reading))
 
@@ -333,6 +334,7 @@ class Host:
                     free_bytes=self._free(device),
                     total_bytes=self.model.capacity,
                     sequence=0,
+                    at_s=self.now_s,
                 ),
             )
             self._feed(one, group_events.AgentJoined(self.now_s, hello))

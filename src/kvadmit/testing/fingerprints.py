@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+EVERYBODYS = "time"
+"""The one kind whose numbers are compared between instances too."""
 _NUMBERS = {
     ("Report", "revision"): "report",
     ("Seen", "revision"): "report",
@@ -26,6 +28,8 @@ _NUMBERS = {
     ("Account", "_sent"): "allowance",
     ("Reports", "_readings_taken"): "reading",
     ("DeviceReading", "sequence"): "reading",
+    ("DeviceReading", "at_s"): EVERYBODYS,
+    ("DeviceBook", "_read_at_s"): EVERYBODYS,
     ("Reports", "_newest_of_rank"): "reading",
     ("Member", "_readings"): "reading",
     ("Instance", "order"): "age",
@@ -42,7 +46,7 @@ def fingerprint(host: Any) -> bytes:
     The order in which a dictionary or set was filled does not count, nor do empty links. Numbers
     that only grow are replaced by their rank among all of their kind and instance.
     """
-    numbers: dict[tuple[str, str], set[int]] = {}
+    numbers: Numbers = {}
     state = {**vars(host), "links": {k: q for k, q in host.links.items() if q}}
     plain = _plain(state, "", numbers)
     ranks = {
@@ -57,11 +61,11 @@ class _Number:
 
     __slots__ = ("kind", "value")
 
-    def __init__(self, kind: tuple[str, str], value: int) -> None:
+    def __init__(self, kind: tuple[str, str], value: float) -> None:
         self.kind, self.value = kind, value
 
 
-Numbers = dict[tuple[str, str], set[int]]
+Numbers = dict[tuple[str, str], set[float]]
 
 
 def _plain(value: Any, who: str, numbers: Numbers) -> Any:
@@ -102,6 +106,7 @@ def _whose(key: object) -> str:
 
 def _note(value: Any, kind: str, who: str, numbers: Numbers) -> Any:
     """Return `value`, a number or a dictionary that has numbers as keys or values, as numbers."""
+    who = "" if kind == EVERYBODYS else who
     if isinstance(value, dict) and kind == "allowance":
         return [(_note(k, kind, who, numbers), v) for k, v in sorted(value.items())]
     if isinstance(value, dict):
@@ -110,7 +115,7 @@ def _note(value: Any, kind: str, who: str, numbers: Numbers) -> Any:
     return _Number((kind, who), value)
 
 
-def _ranked(plain: Any, ranks: dict[tuple[str, str], dict[int, int]]) -> Any:
+def _ranked(plain: Any, ranks: dict[tuple[str, str], dict[float, int]]) -> Any:
     if isinstance(plain, _Number):
         return ranks[plain.kind][plain.value]
     if isinstance(plain, (list, tuple)):

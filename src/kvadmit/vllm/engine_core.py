@@ -160,7 +160,7 @@ class Engine:
         gone_s = self.coordinator.arbiter_gone_s(now_s)
         if gone_s >= ARBITER_WAIT_S:
             return (
-                f"no arbiter has answered for {gone_s:.0f} s: serving on with the memory held, "
+                f"there has been no arbiter for {gone_s:.0f} s: serving on with the memory held, "
                 "growth waits"
             )
         return "" if self.scheduler is None else stall(self.scheduler, now_s)

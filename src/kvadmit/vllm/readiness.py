@@ -19,6 +19,7 @@ from http import HTTPStatus
 from typing import Any
 
 from vllm.exceptions import GracefulHTTPError
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvadmit.vllm.engine_config import is_enabled
 
@@ -62,8 +63,10 @@ class Readiness:
                 answers = await every(UTILITY)
             else:
                 answers = [await engine_core.call_utility_async(UTILITY)]
-        except Exception:
-            return  # the engine is dead or dying, which is vLLM's own check to find
+        except EngineDeadError:
+            return  # vLLM's own check finds that
+        except Exception as error:
+            answers = [f"EngineCore cannot be asked: {error}"]
         self._silent = False
         self._reason = "; ".join(str(answer) for answer in answers if answer)
 

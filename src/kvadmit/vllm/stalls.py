@@ -23,8 +23,8 @@ STALL_S = 10.0
 def note_empty_step(scheduler: Any, now_ns: int) -> None:
     """Take down that a step scheduled nothing; says so once that has lasted."""
     step: StepNotes = scheduler.kvadmit_step
-    if scheduler.running or not scheduler.waiting:
-        end(step, now_ns)
+    if scheduler.running or not scheduler.waiting or step.tried is None or not step.asked:
+        end(step, now_ns)  # or they wait for something else
     elif not step.stalled_ns:
         step.stalled_ns = now_ns
     elif not step.stall_told and (text := stall(scheduler, now_ns / 1e9)):
@@ -44,6 +44,8 @@ def stall(scheduler: Any, now_s: float) -> str:
     step: StepNotes = scheduler.kvadmit_step
     stalled_s = now_s - step.stalled_ns / 1e9
     if not step.stalled_ns or stalled_s < STALL_S or step.tried is None or not step.asked:
+        return ""
+    if scheduler.running or not scheduler.waiting:
         return ""
     pool, extent_bytes = scheduler.kvadmit.pool, scheduler.kvadmit_extent_bytes
     needed = ceil_div(scheduler._kvadmit_head_blocks(step.tried) + 1, pool.extent_blocks)
