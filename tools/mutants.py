@@ -263,6 +263,35 @@ MUTANTS = (
         "if v.id != c.id and v.id not in self.granted and set(v.cost) & set(lack)",
         POLICY,
     ),
+    # --- what devices showed, and when ---
+    Mutant(
+        "a reading from before the newest one corrects the books",
+        "ledger.py",
+        "        if reading.at_s < self._read_at_s:\n            return False\n",
+        "",
+        LEDGER,
+    ),
+    Mutant(
+        "a late answer's reading takes the place of a newer one",
+        "reports.py",
+        "if known is not None and reading.at_s < known.at_s:",
+        "if False:",
+        GROUP,
+    ),
+    Mutant(
+        "a reading that is not used ends a cap all the same",
+        "arbitration.py",
+        "                    self._elect({reading.device}, effects)\n                continue\n",
+        "                    self._elect({reading.device}, effects)\n",
+        ARBITRATION,
+    ),
+    Mutant(
+        "a clock that is ahead makes all later readings old",
+        "arbitration.py",
+        "at_s=min(reading.at_s, now_s)",
+        "at_s=reading.at_s",
+        ARBITRATION,
+    ),
     # --- the scheduler's side ---
     Mutant(
         "extents leave with blocks of a live window",

@@ -22,6 +22,7 @@ Role = Literal["front end", "engine core", "worker", "arbiter"]
 HELPERS = ("resource_tracker", "forkserver")
 """Processes of Python's own beside workers."""
 FREEZE_S = 3.0
+STATUS_WAIT_S = 20.0
 GONE_WAIT_S = 15.0
 """Within this time nothing of a struck instance is left, whichever of its processes it was."""
 
@@ -35,17 +36,20 @@ class Blow(msgspec.Struct, frozen=True, kw_only=True):
     killed: bool
 
 
-def draw(dice: random.Random, *, instance: bool) -> tuple[Role, bool]:
-    """Return whom to hit and whether to kill; of other blows about one in three kills."""
-    if not instance:
-        role: Role = dice.choice(("arbiter", "arbiter", "worker", "engine core"))
-        return role, role == "arbiter" and dice.random() < 0.7
-    return dice.choice(("front end", "engine core", "worker")), True
+def draw_fatal(dice: random.Random) -> Role:
+    """Return which process of an instance to kill, which ends the instance."""
+    return dice.choice(("front end", "engine core", "worker"))
 
 
-def status(run: RunDir, wait_s: float = 20.0) -> dict[str, object]:
-    """Return the arbiter's snapshot. Raises KvAdmitError when none answers."""
-    return ask_status(run, wait_s)
+def draw_other(dice: random.Random) -> tuple[Role, bool]:
+    """Return whom else to hit, and whether to kill; all but arbiters are only stopped."""
+    role: Role = dice.choice(("arbiter", "arbiter", "worker", "engine core"))
+    return role, role == "arbiter" and dice.random() < 0.7
+
+
+def status(run: RunDir) -> dict[str, object]:
+    """Return the arbiter's snapshot, also if it is stopped for a while. Raises KvAdmitError."""
+    return ask_status(run, STATUS_WAIT_S)
 
 
 def of_instance(

@@ -51,7 +51,8 @@ class Siege:
     ) -> None:
         """`tell(text, part)` is told what happens, and which part of the time is over."""
         self._tenants = list(tenants)
-        self._run_dir = run_dir
+        self._run = RunDir.open(str(run_dir))
+        self._pool = self._run.path / HOST_POOL_FILE
         self._setup = setup
         self._tally = tally
         # One for each series of blows, so that a seed says what they are.
@@ -64,6 +65,8 @@ class Siege:
         self._began_s = 0.0
         self._ends_s = 0.0
         self._rounds = 0
+        self._arbiters: set[psutil.Process] = set()
+        """All that were seen: in the end none of them may be left."""
         self._lingering = 0
         self._books_equal = True
         self._leaked_bytes = 0
@@ -75,7 +78,6 @@ class Siege:
         """Strike and look for `for_s` seconds; returns the report's own part."""
         try:
             await asyncio.gather(*(tenant.start() for tenant in self._tenants))
-            self._run = RunDir.open(str(self._run_dir))
             self._began_s = time.monotonic()
             self._ends_s = self._began_s + for_s
             try:
@@ -122,7 +124,7 @@ class Siege:
         await asyncio.sleep(dice.uniform(*UNHURT_S))
         while time.monotonic() < until_s:
             tenant = dice.choice(self._tenants)
-            role, _ = blows.draw(dice, instance=True)
+            role = blows.draw_fatal(dice)
             everything = blows.tree(tenant.pid)
             ends_later = {one.pid for one in everything if blows.helps(one)} | {tenant.pid}
             process = await self._find(role, tenant)
@@ -138,13 +140,12 @@ class Siege:
             self._lingering += await tenant.bury()
             await asyncio.sleep(dice.uniform(0, 3))
             await tenant.start()
-            tenant.press(True)
             await asyncio.sleep(dice.uniform(*UNHURT_S))
 
     async def _strike_others(self, until_s: float, dice: random.Random) -> None:
         while time.monotonic() < until_s:
             await asyncio.sleep(dice.uniform(*OTHER_S))
-            role, kill = blows.draw(dice, instance=False)
+            role, kill = blows.draw_other(dice)
             up = [tenant for tenant in self._tenants if tenant.up]
             tenant = dice.choice(up) if up else None
             if role != "arbiter" and tenant is None:
@@ -165,11 +166,16 @@ class Siege:
         with contextlib.suppress(KvAdmitError, LookupError, psutil.Error):
             snapshot = await asyncio.to_thread(blows.status, self._run)
             if role == "arbiter":
-                return psutil.Process(int(str(snapshot["pid"])))
+                return self._arbiter(snapshot)
             if tenant is not None and tenant.up:
                 return blows.of_instance(snapshot, tenant.name, tenant.pid)[role][0]
         await asyncio.sleep(0.2)
         return None
+
+    def _arbiter(self, snapshot: dict[str, Any]) -> psutil.Process:
+        found = psutil.Process(int(snapshot["pid"]))
+        self._arbiters.add(found)
+        return found
 
     def _note(self, role: Role, name: str, *, killed: bool) -> None:
         at_s = time.monotonic() - self._began_s
@@ -205,7 +211,7 @@ class Siege:
         for tenant in self._tenants:
             await tenant.drain(DRAIN_S)
         for tenant in self._tenants:
-            await tenant.send_fixtures()
+            tenant.send_fixtures()
         for tenant in self._tenants:
             await tenant.drain(DRAIN_S)
         self._books_equal &= await self._books_agree()
@@ -220,8 +226,7 @@ class Siege:
             snapshot: dict[str, Any] = await blows.until_joined(self._run, names, SETTLE_S)
             foreign = sum(device["foreign_bytes"] for device in snapshot["devices"].values())
             # The third witness: what is really booked in the pool, by whomever.
-            pool = self._run_dir / HOST_POOL_FILE
-            unowned = leftovers.pool_bytes(pool, self._setup.pool_bytes) - sum(told.values())
+            unowned = leftovers.pool_bytes(self._pool, self._setup.pool_bytes) - sum(told.values())
             if self._held_by(snapshot) == told and not foreign and not unowned:
                 return True
             if time.monotonic() > until_s:
@@ -246,7 +251,7 @@ class Siege:
     async def _processes(self) -> dict[str, psutil.Process]:
         names = {tenant.name for tenant in self._tenants}
         snapshot = await blows.until_joined(self._run, names, SETTLE_S)
-        found = {"arbiter": psutil.Process(int(str(snapshot["pid"])))}
+        found = {"arbiter": self._arbiter(snapshot)}
         for tenant in self._tenants:
             parts = blows.of_instance(snapshot, tenant.name, tenant.pid)
             del parts["front end"]  # it has none of ours
@@ -264,8 +269,8 @@ class Siege:
             time.monotonic() < until_s
         ):
             await asyncio.sleep(0.2)
-        pool = self._run_dir / HOST_POOL_FILE
-        self._leaked_bytes += leftovers.pool_bytes(pool, self._setup.pool_bytes)
+        self._lingering += await blows.until_gone(list(self._arbiters), SETTLE_S)
+        self._leaked_bytes += leftovers.pool_bytes(self._pool, self._setup.pool_bytes)
         return files
 
     def _report(self, took_s: float, files: set[str]) -> dict[str, Any]:

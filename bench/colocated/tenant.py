@@ -122,7 +122,7 @@ class Tenant:
         else:
             self._flowing.clear()
 
-    async def send_fixtures(self) -> None:
+    def send_fixtures(self) -> None:
         """Send every fixture once, beside whatever else is under way."""
         self._submit([(request, n) for n, request in enumerate(self._fixtures.requests)])
 

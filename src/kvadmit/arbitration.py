@@ -224,6 +224,16 @@ class Arbitration:
         for device in instance.cost:
             if fewer and not report.refused:
                 self.devices[device].capped = False
+        self._take_readings(report, previous, now_s, effects)
+        if not report.need:
+            instance.order, instance.needs_since_s = 0, None
+        elif not instance.order:
+            instance.order, instance.needs_since_s = self._next_order(), now_s
+
+    def _take_readings(
+        self, report: Report, previous: Report, now_s: float, effects: list[Effect]
+    ) -> None:
+        """Correct the books by the readings that `report` has and `previous` had not."""
         for reading in report.devices:
             book = self.devices.get(reading.device)
             newer = all(
@@ -244,10 +254,6 @@ class Arbitration:
             if reading.device in self._elected and not report.refused:
                 self._elected.discard(reading.device)
                 book.capped = False
-        if not report.need:
-            instance.order, instance.needs_since_s = 0, None
-        elif not instance.order:
-            instance.order, instance.needs_since_s = self._next_order(), now_s
 
     def _leave(self, peer: str, now_s: float, effects: list[Effect]) -> None:
         instance = self.instances.pop(peer, None)

@@ -74,6 +74,7 @@ class DeviceBook:
         self.known = False
         """Whether it was read in this epoch; before that nobody knows what is used."""
         self._read_at_s = 0.0
+        """When the newest reading was taken, on the host's monotonic clock."""
         self.capped = False
         """A rank was refused here: nothing more is granted before a newer reading."""
 
@@ -86,12 +87,12 @@ class DeviceBook:
         self.foreign_bytes = max(0, self.foreign_bytes - held_bytes)
 
     def read(self, reading: DeviceReading, *, least_bytes: int, most_bytes: int) -> bool:
-        """Correct `foreign_bytes` by a reading.
+        """Correct `foreign_bytes` by a reading; returns whether it was used.
 
         `least_bytes` and `most_bytes` bound what the known instances can hold at this
         moment; the reading then bounds what is foreign. With nothing moving the two are
         equal and the figure is exact; otherwise it is only moved into the bounds. One that was
-        taken before another that is known, by whomever, says nothing of this moment: False.
+        taken before another that is known, by whomever, says nothing of this moment.
         """
         if reading.at_s < self._read_at_s:
             return False

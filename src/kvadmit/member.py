@@ -37,7 +37,10 @@ class OrderArrived(msgspec.Struct, frozen=True):
 
 
 class DriverDone(msgspec.Struct, frozen=True, kw_only=True):
-    """The CallDriver of `order` came back; fields as in `vmm.BatchResult`."""
+    """The CallDriver of `order` came back; fields as in `vmm.BatchResult`.
+
+    `now_s` is when the device was read for it, right after the call.
+    """
 
     now_s: float
     order: int
@@ -77,7 +80,7 @@ class ReadAsked(msgspec.Struct, frozen=True):
 
 
 class ReadDone(msgspec.Struct, frozen=True):
-    """The reading asked for by ReadNow."""
+    """The reading asked for by ReadNow; `now_s` is when the device was read."""
 
     now_s: float
     free_bytes: int

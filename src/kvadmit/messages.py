@@ -53,7 +53,7 @@ class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     sequence: int
     operations: int = 0
-    at_s: float = 0.0
+    at_s: float
 
 
 # --- agent -> coordinator ------------------------------------------------------------------

@@ -177,7 +177,7 @@ def test_a_peer_without_a_lease_gets_nothing(run_dir: Path) -> None:
             assert set(instances) == {"member"}
 
 
-READING = DeviceReading(device="host", free_bytes=0, total_bytes=0, sequence=1)
+READING = DeviceReading(device="host", free_bytes=0, total_bytes=0, sequence=1, at_s=0.0)
 
 
 @pytest.mark.parametrize(

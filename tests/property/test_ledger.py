@@ -100,7 +100,7 @@ def test_a_reading_never_hides_foreign_bytes_that_are_surely_there(
     book = DeviceBook("g", total)
     book.foreign_bytes = believed
     shown = DeviceReading(
-        device="g", free_bytes=total - foreign - held, total_bytes=total, sequence=1
+        device="g", free_bytes=total - foreign - held, total_bytes=total, sequence=1, at_s=0.0
     )
     book.read(shown, least_bytes=least, most_bytes=most)
     assert abs(book.foreign_bytes - foreign) <= more

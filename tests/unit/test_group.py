@@ -78,7 +78,9 @@ START_WAIT_S, IDLE_DECAY_S = 60.0, 30.0
 
 
 def reading(device: str, free_bytes: int = 500, sequence: int = 1) -> DeviceReading:
-    return DeviceReading(device=device, free_bytes=free_bytes, total_bytes=1000, sequence=sequence)
+    return DeviceReading(
+        device=device, free_bytes=free_bytes, total_bytes=1000, sequence=sequence, at_s=0.0
+    )
 
 
 def agent_hello(rank: int, mapped: Runs = ((0, 1),)) -> AgentHello:

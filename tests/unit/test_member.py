@@ -105,6 +105,7 @@ def reading(sequence: int, operations: int = 0) -> DeviceReading:
         total_bytes=TOTAL,
         sequence=sequence,
         operations=operations,
+        at_s=0.0,
     )
 
 

@@ -471,8 +471,7 @@ class ElasticScheduler:
         or a remote cache is polled by vLLM.
         """
         step = self.kvadmit_step
-        blocked = step.tried is not None and step.asked
-        if not blocked and not step.may_hold:
+        if not step.found_no_room and not step.may_hold:
             return 0.0
         if self.kvadmit_failures.due or self.kvadmit_failures.ended:
             return 0.0

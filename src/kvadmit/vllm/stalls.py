@@ -23,8 +23,8 @@ STALL_S = 10.0
 def note_empty_step(scheduler: Any, now_ns: int) -> None:
     """Take down that a step scheduled nothing; says so once that has lasted."""
     step: StepNotes = scheduler.kvadmit_step
-    if scheduler.running or not scheduler.waiting or step.tried is None or not step.asked:
-        end(step, now_ns)  # or they wait for something else
+    if not _waits_for_memory(scheduler):
+        end(step, now_ns)
     elif not step.stalled_ns:
         step.stalled_ns = now_ns
     elif not step.stall_told and (text := stall(scheduler, now_ns / 1e9)):
@@ -33,7 +33,7 @@ def note_empty_step(scheduler: Any, now_ns: int) -> None:
 
 
 def end(step: StepNotes, now_ns: int) -> None:
-    """Take down that a step runs, or that nobody waits any more."""
+    """Take down that a step runs, or that nobody waits for memory any more."""
     if step.stall_told:
         logger.warning("no stall any more, after %.0f s", (now_ns - step.stalled_ns) / 1e9)
     step.stalled_ns, step.stall_told = 0, False
@@ -43,9 +43,7 @@ def stall(scheduler: Any, now_s: float) -> str:
     """Return how long no token came for want of memory, and for whom; "" if not so, or not long."""
     step: StepNotes = scheduler.kvadmit_step
     stalled_s = now_s - step.stalled_ns / 1e9
-    if not step.stalled_ns or stalled_s < STALL_S or step.tried is None or not step.asked:
-        return ""
-    if scheduler.running or not scheduler.waiting:
+    if not step.stalled_ns or stalled_s < STALL_S or not _waits_for_memory(scheduler):
         return ""
     pool, extent_bytes = scheduler.kvadmit.pool, scheduler.kvadmit_extent_bytes
     needed = ceil_div(scheduler._kvadmit_head_blocks(step.tried) + 1, pool.extent_blocks)
@@ -54,3 +52,9 @@ def stall(scheduler: Any, now_s: float) -> str:
         f"{len(scheduler.waiting)} that wait, needs {format_bytes(needed * extent_bytes)} of KV "
         f"cache memory; this instance holds {format_bytes(pool.resident * extent_bytes)}"
     )
+
+
+def _waits_for_memory(scheduler: Any) -> bool:
+    """Whether somebody waits, nobody runs, and memory was what the last step lacked."""
+    step: StepNotes = scheduler.kvadmit_step
+    return bool(scheduler.waiting) and not scheduler.running and step.found_no_room

@@ -85,6 +85,11 @@ class StepNotes:
         """Whether that was logged."""
         self.forget()
 
+    @property
+    def found_no_room(self) -> bool:
+        """Whether the last waiter that vLLM tried came as far as asking for blocks."""
+        return self.tried is not None and self.asked > 0
+
     def forget(self) -> None:
         """Forget what the last step showed."""
         self.showed = False
