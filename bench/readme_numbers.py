@@ -35,12 +35,19 @@ from kvadmit.units import GIB, format_bytes
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
-ON_GPUS = ("contention-gpu-tp1", "contention-gpu-tp2")
+ON_GPUS = ("contention-gpu-tp1", "contention-gpu-tp2", "contention-gpu-alone-tp2")
 PATHS = ("control-path-host", "control-path-cuda")
 DELAYS_MS = (0, 50, 500)
 CALLS_BATCH = 8
 """Extents of one order in the table of driver calls."""
 NOTHING = "-"
+COMPARED = (
+    ("output", own("output_tokens_per_s")),
+    ("mean TTFT", mean_over_requests("ttft_s")),
+    ("TTFT p95", worst("ttft_s", "p95")),
+    ("time per token p95", worst("tpot_s", "p95")),
+)
+"""What is told of `event` over another policy on GPUs."""
 
 
 def main() -> int:
@@ -103,8 +110,9 @@ def on_gpus(name: str) -> str:
     for scenario in dict.fromkeys(run["scenario"] for run in result["runs"]):
         runs = [run for run in result["runs"] if run["scenario"] == scenario]
         one = result | {"runs": runs}
+        instances = "one instance" if work["instances"] == 1 else f"{work['instances']} instances"
         parts.append(
-            f"**On GPUs: {work['instances']} instances of TP {work['tp']}, {work['requests']} "
+            f"**On GPUs: {instances} of TP {work['tp']}, {work['requests']} "
             f"requests each, `{scenario}`**, {format_bytes(work['pool_bytes'])} of KV memory, "
             f"{described(one)}\n\n{comparison(one)}\n\n"
             f"{gpu_costs(runs, [run for run in samples if run['scenario'] == scenario])}"
@@ -138,10 +146,14 @@ def gpu_costs(runs: list[Json], samples: list[Json]) -> str:
             show(median(map(most_used, looked)), "{:.1f} GiB"),
         ]
         rows.append(f"| {' | '.join(cells)} |")
-    output = ratio(runs, "event", "kvcached", own("output_tokens_per_s"))
-    first = ratio(runs, "event", "kvcached", mean_over_requests("ttft_s"))
-    if output is not None:
-        rows += ["", f"`event` over `kvcached`: output {output}, mean TTFT {first}."]
+    for other in ("static", "kvcached"):
+        over = [
+            f"{what} {found}"
+            for what, figure in COMPARED
+            if (found := ratio(runs, "event", other, figure)) is not None
+        ]
+        if over:
+            rows += ["", f"`event` over `{other}`: {', '.join(over)}."]
     return "\n".join(rows)
 
 
