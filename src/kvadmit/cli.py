@@ -131,10 +131,18 @@ def _instance_rows(instances: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 *(str(report[figure]) for figure in figures),
                 str(counters.get("waiting", "-")),
                 *(str(counters.get(counter, "-")) for counter in _COUNTERS),
-                ("late: " if instance["late"] else "") + instance["reason"],
+                _reason(instance),
             )
         )
     return rows
+
+
+def _reason(instance: Mapping[str, Any]) -> str:
+    """Return why an instance has what it has, and which of its ranks do not answer."""
+    silent = instance["report"]["silent"]
+    ranks = f"no answer from rank {', '.join(map(str, silent))}" if silent else ""
+    late = "late: " if instance["late"] else ""
+    return late + "; ".join(filter(None, (ranks, instance["reason"])))
 
 
 def _age(since_s: float | None) -> str:

@@ -128,6 +128,7 @@ class Group:
         """Apply one event and return the effects in the order they must be carried out."""
         effects: list[Effect] = []
         now_s = event.now_s
+        told = self.reports.last
         match event:
             case StartRequested():
                 hello = self.link.introduce(start_bytes=event.start_bytes)
@@ -168,7 +169,7 @@ class Group:
         if not self.stopping:
             self._advance(now_s, effects)
         if isinstance(event, TimerFired):
-            self.counters["timer_probes"] += sum(map(_asks, effects[done:]))
+            self.counters["timer_probes"] += sum(_asks(effect, told) for effect in effects[done:])
         return effects
 
     def _set_geometry(self, event: GeometryKnown, effects: list[Effect]) -> None:
@@ -481,7 +482,13 @@ class Group:
     def _report(self, now_s: float, effects: list[Effect]) -> None:
         """Tell the arbiter the instance's levels when they say something new."""
         if self.link.phase == "joined":
-            levels = figures(self.states, self.pool.levels, self.geometry, serving=self.serving)
+            levels = figures(
+                self.states,
+                self.pool.levels,
+                self.geometry,
+                serving=self.serving,
+                silent=self.book.silent_ranks(self.lost_ranks),
+            )
             counters = {**self.counters, "waiting": self.pool.levels.waiting}
             self.reports.send(levels, counters, now_s, effects)
 
@@ -528,11 +535,12 @@ class Group:
             self.states.check_serving(self.book.open_operations)
 
 
-def _asks(effect: Effect) -> bool:
-    """Whether it asks for memory: a report with a need or want, or an attempt."""
+def _asks(effect: Effect, told: Report | None) -> bool:
+    """Whether it asks for memory that `told` does not ask for: by a report or an attempt."""
     match effect:
         case SendArbiter(Report() as report):
-            return report.need > 0 or report.want > 0
+            need, want = (told.need, told.want) if told is not None else (0, 0)
+            return report.need > need or report.want > want
         case SendAgent(_, MapGrant() as grant):
             return grant.kind == "prepare"
     return False

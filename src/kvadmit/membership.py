@@ -217,6 +217,7 @@ def check_report(report: Report) -> None:
         report.want - report.need,
         report.running,
         report.backed - report.leaving - report.spare,
+        *report.silent,
     )
     _require(min(figures) >= 0, f"figures that cannot be: {report}")
     times = [reading.at_s for reading in report.devices]

@@ -17,7 +17,7 @@ import msgspec
 
 from kvadmit.errors import RemoteProtocolError, VersionError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 FRAME_BYTES_MAX = 1 << 20
 """Largest body accepted, checked before parsing. A grant of 4,096 scattered extents is 40 KiB."""
 
@@ -189,7 +189,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     extents with which the instance makes its next step or admits its oldest waiter; `want
     >= need`: what its low watermark would like. `refused`: devices on which a prepare was
     refused or failed since the last report; their bytes are not granted again before a
-    newer reading.
+    newer reading. `silent`: ranks that had to be asked again and have not answered, for
+    people.
     """
 
     epoch: int
@@ -206,6 +207,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     want: int = 0
     running: int = 0
     refused: tuple[str, ...] = ()
+    silent: tuple[int, ...] = ()
     devices: tuple[DeviceReading, ...] = ()
     counters: dict[str, int] = {}
     """For status only: growths, misses, rejections and the like, and waiting requests."""

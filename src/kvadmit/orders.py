@@ -163,6 +163,14 @@ class OrderBook:
             for operation in self.open_operations.values()
         )
 
+    def silent_ranks(self, lost_ranks: set[int]) -> tuple[int, ...]:
+        """Return the ranks that had to be asked again and have not answered, lowest first."""
+        silent: set[int] = set()
+        for operation in self.open_operations.values():
+            if operation.repeats > 0:
+                silent |= operation.waiting_ranks
+        return tuple(sorted(silent - lost_ranks))
+
     def snapshot(self) -> list[dict[str, object]]:
         """Return the open orders as plain data, oldest first."""
         return [

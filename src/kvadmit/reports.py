@@ -31,7 +31,12 @@ _GIVES = ("spare", "free", "cached")
 
 
 def figures(
-    states: ExtentStates, levels: PoolLevels, geometry: Geometry | None, *, serving: bool
+    states: ExtentStates,
+    levels: PoolLevels,
+    geometry: Geometry | None,
+    *,
+    serving: bool,
+    silent: tuple[int, ...] = (),
 ) -> Report:
     """Return a report's levels; epoch, revisions, readings and counters are still to be set."""
     count = states.count
@@ -57,6 +62,7 @@ def figures(
         need=min(need, room),
         want=min(want, room),
         running=levels.running,
+        silent=silent,
     )
 
 
@@ -165,8 +171,10 @@ class Reports:
 
 
 def _worth_sending(last: Report, report: Report, *, pressure: bool) -> bool:
-    """Whether the arbiter could decide differently on `report` than on `last`."""
+    """Whether the arbiter could decide or show something else on `report` than on `last`."""
     if report.refused or last.devices != report.devices or _differ(last, report, _DECIDES):
+        return True
+    if last.silent != report.silent:
         return True
     if bool(last.running) != bool(report.running):
         return True  # the idle are asked first

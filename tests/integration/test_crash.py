@@ -30,9 +30,10 @@ from integration.cluster import (
     wait_until,
 )
 from integration.test_two_instances import books, wait_books_equal
+from kvadmit import cli
 from kvadmit.agent import EXIT_CODE
 from kvadmit.processes import is_stopped
-from kvadmit.rendezvous import log_path
+from kvadmit.rendezvous import ask_status, log_path
 from kvadmit.rundir import RunDir
 
 
@@ -110,6 +111,27 @@ def test_a_frozen_worker_pauses_its_own_group_only(run_dir: Path) -> None:
         assert alpha.counters["allocation_misses"] == 0
 
 
+def test_status_names_a_stopped_rank_from_when_it_was_asked_again_until_it_goes_on(
+    run_dir: Path,
+) -> None:
+    alpha = Engine(run_dir, "alpha", ranks=2, processes=True)
+    with running(alpha):
+        stopped: WorkerProcess = alpha.ranks[1]
+        assert "no answer" not in shown_status(run_dir)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: is_stopped(stopped.pid), "stopped")
+            alpha.pool.use(8)
+            wait_until(
+                lambda: "no answer from rank 1" in shown_status(run_dir), "status names rank 1"
+            )
+            assert alpha.counters["resends"] >= 1
+        finally:
+            os.kill(stopped.pid, signal.SIGCONT)
+        alpha.pool.wait_resident(8)
+        wait_until(lambda: "no answer" not in shown_status(run_dir), "status names nobody")
+
+
 def test_who_does_not_give_back_is_passed_over(run_dir: Path) -> None:
     """A frozen worker cannot unmap: after `reclaim_s` the next victim is asked."""
     frozen = Engine(run_dir, "frozen", processes=True, idle_decay_s=60)
@@ -131,6 +153,10 @@ def test_who_does_not_give_back_is_passed_over(run_dir: Path) -> None:
         finally:
             os.kill(worker.pid, signal.SIGCONT)
         wait_books_equal(run_dir, frozen, willing, claimant)
+
+
+def shown_status(run_dir: Path) -> str:
+    return cli.render_status(ask_status(RunDir.open(str(run_dir))))
 
 
 def arbiter_log(run_dir: Path) -> str:

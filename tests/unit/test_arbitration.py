@@ -768,6 +768,17 @@ def test_status_shows_devices_instances_and_who_waits() -> None:
     assert "tool" not in host.machine.instances
 
 
+def test_status_shows_ranks_that_do_not_answer_and_nothing_is_decided_on_them() -> None:
+    host = Host()
+    host.join("a", 3)
+    for silent in ((1,), ()):
+        effects = host.report("a", 3, running=1, silent=silent)
+        seen = Seen(epoch=EPOCH, revision=host.revision["a"])
+        assert effects == [Send("a", seen), StopTimer("allow:a")]
+        instances: Any = host.machine.snapshot()["instances"]
+        assert instances["a"]["report"]["silent"] == silent
+
+
 def test_instances_of_one_name_do_not_hide_each_other() -> None:
     host = Host()
     for peer in ("x", "y", "z"):
@@ -805,6 +816,7 @@ def test_an_unknown_timer_raises_and_changes_nothing() -> None:
         Report(epoch=EPOCH, revision=9, allowance_seen=0, backed=-1),
         Report(epoch=EPOCH, revision=9, allowance_seen=0, backed=1, leaving=2),
         Report(epoch=EPOCH, revision=9, allowance_seen=0, backed=1, need=2, want=1),
+        Report(epoch=EPOCH, revision=9, allowance_seen=0, backed=1, silent=(-1,)),
     ],
 )
 def test_a_message_no_instance_sends_raises_and_changes_nothing(message: ToArbiter) -> None:

@@ -82,6 +82,26 @@ def test_the_table_shows_devices_and_instances(monkeypatch: pytest.MonkeyPatch) 
     assert expected.items() <= row.items()
 
 
+@pytest.mark.parametrize(
+    ("silent", "late", "reason", "shown"),
+    [
+        ([], False, "need", "need"),
+        ([], True, "need", "late: need"),
+        ([1], False, "need", "no answer from rank 1; need"),
+        ([0, 1], True, "", "late: no answer from rank 0, 1"),
+    ],
+)
+def test_the_last_column_names_ranks_that_do_not_answer(
+    silent: list[int], late: bool, reason: str, shown: str
+) -> None:
+    host = snapshot()
+    alpha = host["instances"]["alpha"]
+    alpha["report"]["silent"] = silent
+    alpha |= {"late": late, "reason": reason}
+    (row,) = (x for x in cli.render_status(host).splitlines() if x.startswith("alpha"))
+    assert row.endswith(f"  {shown}")
+
+
 def test_the_table_of_an_empty_host_has_titles_only() -> None:
     text = cli.render_status(Arbitration(epoch=1, reclaim_s=5.0).snapshot())
     assert text.count("\n") == 4

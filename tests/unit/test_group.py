@@ -718,12 +718,32 @@ def test_a_lost_answer_is_asked_for_again_from_the_silent_rank_only() -> None:
         Note("warning", text),
         StartTimer("answer:1", 2.0 + 2 * ORDER_WAIT_S),
         again,
+        *e.reported(silent=(1,)),
     ]
+    e.seen()
     assert e.machine.counters["resends"] == 1
     e.now_s = 6.0
     assert e.timer("answer:1") == [StartTimer("answer:1", 6.0 + 4 * ORDER_WAIT_S), again]
     e.answer(1, 1, "prepare", ((1, 1),))
     assert e.timer("answer:1") == []
+
+
+def test_reports_name_a_rank_from_when_it_was_asked_again_until_it_has_answered() -> None:
+    e = engine()
+    e.pool(1, need_total=4, want_total=4, running=1)
+    e.seen()
+    e.allow(2)
+    e.seen()
+    e.now_s = 2.0
+    effects = e.timer("answer:1")
+    assert effects[-2:] == e.reported(silent=(0, 1))
+    assert e.machine.counters["timer_probes"] == 0, "the need in it was told before"
+    e.seen()
+    assert e.answer(1, 1, "prepare", ((1, 1),)) == e.reported(silent=(0,))
+    e.seen()
+    effects = e.answer(0, 1, "prepare", ((1, 1),))
+    assert effects[-2:] == e.reported(silent=())
+    assert e.seen() == [STOP_REPORT], "the commit that follows is not late"
 
 
 def test_a_report_repeats_until_it_is_confirmed_and_no_second_one_is_sent() -> None:

@@ -188,6 +188,7 @@ METRICS = (
     "allowance_extents",
     "ceiling_extents",
     "need_age_seconds",
+    "silent_ranks",
     "free_extents",
     "waiting_requests",
     "growths_total",

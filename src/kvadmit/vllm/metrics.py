@@ -91,6 +91,8 @@ class Collector:
         waits = family(GaugeMetricFamily, "need_age_seconds", "For how long it has lacked extents.")
         waits.add_metric([name], 0.0 if since_s is None else self._asked_s - since_s)
         report = instance["report"]
+        silent = family(GaugeMetricFamily, "silent_ranks", "Ranks asked again, still owing.")
+        silent.add_metric([name], len(report["silent"]))
         for key, text in REPORTED.items():
             family(GaugeMetricFamily, f"{key}_extents", text).add_metric([name], report[key])
         counters = dict(report["counters"])
