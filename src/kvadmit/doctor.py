@@ -10,16 +10,16 @@ import importlib.metadata
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from kvadmit import __version__
 from kvadmit.config import default_host_pool
 from kvadmit.errors import KvAdmitError, PeerLostError, PeerTimeoutError
-from kvadmit.processes import is_stopped
+from kvadmit.processes import find_processes, is_stopped
 from kvadmit.rendezvous import ask_status
 from kvadmit.rundir import ArbiterLock, FileLock, RunDir
 from kvadmit.units import format_bytes
@@ -30,6 +30,8 @@ VLLM_VERSIONS = ((0, 29), (0, 33))
 """First and last minor release whose hooks were checked (`vllm/shapes.json`)."""
 
 STATUS_WAIT_S = 2.0
+FOREIGN_PART = 10
+"""More than one part in so many is above what a driver, a display or an MPS daemon keeps."""
 UNKNOWN_HOLDER_CURE = "end it (ps -ef | grep kvadmit.arbiter), another takes over"
 
 
@@ -51,14 +53,13 @@ def examine(run_dir: str) -> list[Finding]:
     findings = [_versions(), _entry_point(), _vllm(), _memory_file(), _overcommit(), _host_pool()]
     if not os.path.lexists(run_dir):
         text = f"{run_dir} does not exist yet; the first instance makes it"
-        return [*findings, Finding("run directory", "ok", text)]
+        return [*findings, Finding("run directory", "ok", text), _other_arbiters(run_dir)]
     try:
         run = RunDir.open(run_dir)
     except KvAdmitError as error:
         return [*findings, Finding("run directory", "fail", str(error))]
     findings.append(Finding("run directory", "ok", f"{run.path}, private{_noted(run)}"))
-    checks: tuple[Callable[[RunDir], Finding], ...] = (_arbiter, _leftovers)
-    return findings + [check(run) for check in checks]
+    return [*findings, *_arbiter(run), _other_arbiters(str(run.path)), _leftovers(run)]
 
 
 def _noted(run: RunDir) -> str:
@@ -164,11 +165,21 @@ def _who(pid: int) -> str:
     return f"pid {pid}" if pid else "an arbiter whose pid is not known"
 
 
-def _arbiter(run: RunDir) -> Finding:
-    lock = ArbiterLock(run)
+def _arbiter(run: RunDir) -> list[Finding]:
+    """Ask the arbiter; say what is amiss with it, or what its books show."""
     try:
-        snapshot = ask_status(run, STATUS_WAIT_S)
-    except PeerTimeoutError:
+        snapshot: Mapping[str, Any] = ask_status(run, STATUS_WAIT_S)
+    except KvAdmitError as error:
+        return [_no_answer(run, error)]
+    text = (
+        f"pid {snapshot['pid']}, epoch {snapshot['epoch']}, {len(snapshot['instances'])} instances"
+    )
+    return [Finding("arbiter", "ok", text), _foreign(snapshot["devices"])]
+
+
+def _no_answer(run: RunDir, error: KvAdmitError) -> Finding:
+    lock = ArbiterLock(run)
+    if isinstance(error, PeerTimeoutError):
         pid = lock.holder()
         state = "is stopped" if is_stopped(pid) else "does not answer"
         return Finding(
@@ -179,25 +190,70 @@ def _arbiter(run: RunDir) -> Finding:
             if pid
             else UNKNOWN_HOLDER_CURE,
         )
-    except PeerLostError as error:
-        # Held for an instant: an arbiter that starts just now gives way, and is started again.
-        if lock.try_acquire():
-            lock.release()
-            return Finding("arbiter", "ok", "none runs; the first instance starts it")
-        pid = lock.holder()
-        return Finding(
-            "arbiter",
-            "fail",
-            f"{_who(pid)} holds the lock but cannot be reached ({error})",
-            "look again in a second; if it stays so the run directory was deleted under it: "
-            + (f"kill -9 {pid}, another takes over" if pid else UNKNOWN_HOLDER_CURE),
-        )
-    except KvAdmitError as error:
+    if not isinstance(error, PeerLostError):
         return Finding("arbiter", "fail", str(error), "stop the instances of the other release")
-    instances = snapshot["instances"]
-    count = len(instances) if isinstance(instances, dict) else 0
-    text = f"pid {snapshot['pid']}, epoch {snapshot['epoch']}, {count} instances"
-    return Finding("arbiter", "ok", text)
+    # Held for an instant: an arbiter that starts just now gives way, and is started again.
+    if lock.try_acquire():
+        lock.release()
+        return Finding("arbiter", "ok", "none runs; the first instance starts it")
+    pid = lock.holder()
+    return Finding(
+        "arbiter",
+        "fail",
+        f"{_who(pid)} holds the lock but cannot be reached ({error})",
+        "look again in a second; if it stays so the run directory was deleted under it: "
+        + (f"kill -9 {pid}, another takes over" if pid else UNKNOWN_HOLDER_CURE),
+    )
+
+
+def _other_arbiters(here: str) -> Finding:
+    """Look at this host's processes for arbiters of other run directories than `here`."""
+    others = []
+    for pid, arguments in sorted(find_processes("kvadmit.arbiter").items()):
+        for argument in arguments:
+            key, _, run_dir = argument.partition("=")
+            if key == "--run-dir" and not _serves(pid, run_dir, here):
+                seen = run_dir if run_dir != here else f"/proc/{pid}/root{run_dir}"
+                others.append(f"pid {pid} serves {seen}")
+    if not others:
+        return Finding("other arbiters", "ok", "none seen on this host")
+    return Finding(
+        "other arbiters",
+        "warn",
+        f"beside {here}, {', '.join(others)}: on a device that two of them use no floor holds "
+        "between their instances, and each counts the other's memory as foreign",
+        "give all instances the same kvadmit.run_dir and user, or devices of their own",
+    )
+
+
+def _serves(pid: int, run_dir: str, here: str) -> bool:
+    """Whether `run_dir`, as process `pid` sees it, is the directory `here`."""
+    try:
+        if os.stat(f"/proc/{pid}").st_uid != os.getuid():
+            return False  # a run directory belongs to one user
+        return os.path.samefile(f"/proc/{pid}/root{run_dir}", here)
+    except OSError:
+        return os.path.realpath(run_dir) == os.path.realpath(here)  # deleted, or not made yet
+
+
+def _foreign(devices: Mapping[str, Any]) -> Finding:
+    """Look at the books for memory that only processes out of sight can hold."""
+    much = []
+    for name, device in sorted(devices.items()):
+        foreign_bytes, total_bytes = device["foreign_bytes"], device["total_bytes"]
+        if foreign_bytes * FOREIGN_PART > total_bytes:
+            sizes = f"{format_bytes(foreign_bytes)} of {format_bytes(total_bytes)}"
+            much.append(f"{name} has {sizes} in use that no instance here claims")
+    if not much:
+        return Finding("foreign memory", "ok", "none to speak of")
+    return Finding(
+        "foreign memory",
+        "warn",
+        f"{'; '.join(much)}: another group of instances, in a container say, may share it, "
+        "without floors between the groups (what has just left counts until the next reading)",
+        "find who holds it (nvidia-smi on the host); give all instances the same kvadmit.run_dir, "
+        "on a path that their containers share",
+    )
 
 
 def _leftovers(run: RunDir) -> Finding:

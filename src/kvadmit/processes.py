@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 from kvadmit.descriptors import close_after_fork, close_quietly
@@ -31,6 +32,24 @@ def is_stopped(pid: int) -> bool:
         return False
     # proc(5): pid (command) state ...; the command may itself contain parentheses.
     return text.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def find_processes(module: str) -> dict[int, list[str]]:
+    """Return pid -> arguments of every process that runs `python -m module`.
+
+    Of other users too, where the kernel shows them; of other containers only from outside.
+    """
+    found: dict[int, list[str]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = os.fsdecode((entry / "cmdline").read_bytes()).split("\0")
+        except OSError:
+            continue  # it has ended meanwhile, or is hidden
+        for at, pair in enumerate(pairwise(words)):
+            if pair == ("-m", module):
+                found[int(entry.name)] = words[at + 2 :]
+                break
+    return found
 
 
 def never_preempt_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -19,6 +20,8 @@ from integration.cluster import (
     WAIT_S,
     Engine,
     arbiter_pid,
+    end_arbiter,
+    run_directory,
     running,
     wait_ended,
     wait_until,
@@ -29,7 +32,7 @@ from kvadmit.channel import AgentPoller, BadPeer, BlockingDealer, LeaseLost, Rea
 from kvadmit.errors import PeerLostError, PeerTimeoutError
 from kvadmit.lease import LeaseLine
 from kvadmit.messages import DeviceReading, Headroom, Hello, Message, Refused, StatusQuery, Welcome
-from kvadmit.processes import is_stopped
+from kvadmit.processes import find_processes, is_stopped
 from kvadmit.rendezvous import ask_status, log_path
 from kvadmit.rundir import RunDir, new_incarnation
 
@@ -249,3 +252,42 @@ def test_the_operators_commands_on_a_running_host(
     (run_dir / "i-0123456789abcdef.own").touch()
     cli.main(["doctor", "--run-dir", str(run_dir)])
     assert "left by 1 dead instances" in capsys.readouterr().out
+
+
+def test_doctor_names_an_arbiter_of_another_run_directory(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def found(where: Path) -> dict[str, str]:
+        cli.main(["doctor", "--json", "--run-dir", str(where)])
+        (one,) = (f for f in json.loads(capsys.readouterr().out) if f["check"] == "other arbiters")
+        return dict(one)
+
+    with run_directory() as elsewhere, run_directory() as nowhere:
+        with running(Engine(run_dir, "alpha"), Engine(elsewhere, "beta")):
+            mine = f"pid {arbiter_pid(run_dir)} serves {run_dir}"
+            other = f"pid {arbiter_pid(elsewhere)} serves {elsewhere}"
+            seen = found(run_dir)
+            assert seen["state"] == "warn"
+            assert other in seen["text"]
+            assert f"beside {run_dir}, " in seen["text"]
+            assert "no floor holds between their instances" in seen["text"]
+            assert f"pid {arbiter_pid(run_dir)} " not in seen["text"]
+            assert "same kvadmit.run_dir" in seen["cure"]
+            assert mine in found(elsewhere)["text"]
+            seen = found(nowhere)
+            assert [mine in seen["text"], other in seen["text"]] == [True, True]
+        end_arbiter(elsewhere)
+        assert other not in found(run_dir)["text"]
+
+
+def test_doctor_takes_no_process_that_only_names_an_arbiter_for_one() -> None:
+    words = ["kvadmit.arbiter", "--run-dir=/elsewhere"]
+    sleeper = subprocess.Popen(
+        [sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    try:
+        command = Path(f"/proc/{sleeper.pid}/cmdline")
+        wait_until(lambda: words[1].encode() in command.read_bytes(), "its command line is there")
+        assert sleeper.pid not in find_processes(words[0])
+    finally:
+        sleeper.communicate(b"\n")

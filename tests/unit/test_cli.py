@@ -207,6 +207,26 @@ def test_doctor_never_advises_to_kill_whom_it_does_not_know(
         lock.release()
 
 
+@pytest.mark.parametrize(
+    ("foreign", "state"), [(0, "ok"), (6 * MIB, "ok"), (7 * MIB, "warn"), (40 * MIB, "warn")]
+)
+def test_doctor_names_devices_of_which_others_hold_much(
+    foreign: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of 64 MiB is where it begins."""
+    tmp_path.chmod(0o700)
+    books = snapshot()
+    books["devices"]["g1"] = books["devices"]["host"] | {"foreign_bytes": foreign}
+    monkeypatch.setattr(doctor, "ask_status", lambda *_: books)
+    (found,) = (f for f in doctor.examine(str(tmp_path)) if f.check == "foreign memory")
+    assert found.state == state
+    shown = f"g1 has {foreign // MIB}MiB of 64MiB in use that no instance here claims"
+    assert (shown in found.text) == (state == "warn")
+    assert ("another group of instances" in found.text) == (state == "warn")
+    assert "host" not in found.text
+    assert ("kvadmit.run_dir" in found.cure) == (state == "warn")
+
+
 def test_doctor_looks_at_a_host_where_nothing_ran(tmp_path: Path) -> None:
     missing = tmp_path / "nowhere"
     found = {finding.check: finding for finding in doctor.examine(str(missing))}
