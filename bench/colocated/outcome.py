@@ -23,6 +23,9 @@ COUNTS = (
 SPREADS: dict[str, tuple[str, ...]] = {
     "grow_latency_s": ("p50", "p99"),
     "grant_wait_s": ("p50", "p99"),
+    "prepare_call_s": ("p50", "p99"),
+    "commit_call_s": ("p50", "p99"),
+    "decommit_call_s": ("p50", "p99"),
     "scheduler_wait_us": ("p50", "p99", "max"),
     "scheduler_overlapped_us": ("p50", "p99", "max"),
 }

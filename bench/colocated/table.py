@@ -147,6 +147,8 @@ _SECTIONS: list[tuple[str, list[tuple[str, Figure, Show]]]] = [
             *[(name.replace("_", " "), total(name), _count) for name in COUNTS],
             ("growth latency p50", worst("grow_latency_s", "p50"), _milliseconds),
             ("growth latency p99", worst("grow_latency_s", "p99"), _milliseconds),
+            ("driver's part of a commit p50", worst("commit_call_s", "p50"), _milliseconds),
+            ("driver's part of a commit p99", worst("commit_call_s", "p99"), _milliseconds),
             ("grant wait p50", worst("grant_wait_s", "p50"), _milliseconds),
             ("grant wait p99", worst("grant_wait_s", "p99"), _milliseconds),
             ("scheduler wait p50", worst("scheduler_wait_us", "p50"), _microseconds),

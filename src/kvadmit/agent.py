@@ -312,12 +312,14 @@ class Agent:
 
     def _call_driver(self, call: member.CallDriver) -> member.DriverDone:
         """Run one batch call. Whatever happens, the order gets its answer."""
+        began_s = time.monotonic()
         try:
             result = self._batch(call.kind, call.extents)
             error: Exception | None = result.error
         except Exception as unexpected:
             logger.exception("rank %d: %s raised", self.rank, call.kind)
             result, error = BatchResult(), unexpected
+        took_s = time.monotonic() - began_s
         at_s, free_bytes, total_bytes = self._read()
         return member.DriverDone(
             now_s=at_s,
@@ -326,6 +328,7 @@ class Agent:
             partial=result.partial,
             error="" if error is None else str(error) or repr(error),
             out_of_memory=isinstance(error, DeviceOutOfMemoryError),
+            took_s=took_s,
             free_bytes=free_bytes,
             total_bytes=total_bytes,
         )

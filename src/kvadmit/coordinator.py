@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import uvloop
@@ -138,7 +138,7 @@ class Coordinator:
         )
         self._trace = Trace()
         self._checking = bool(os.environ.get(CHECK_VARIABLE))
-        self._histograms = {"grow_latency_s": Histogram(), "grant_wait_s": Histogram()}
+        self._histograms = {name: Histogram() for name in get_args(events.Histograms)}
         # "greeting" is settled by the arbiter's first word, the others by the machine.
         self._calls = PendingCalls("greeting", "start", "geometry", "ready")
         self._run: RunDir | None = None

@@ -32,6 +32,7 @@ from kvadmit.group_events import (
     Event,
     GeometryKnown,
     GivePool,
+    Histograms,
     Note,
     Observe,
     PoolSent,
@@ -56,6 +57,7 @@ from kvadmit.messages import (
     Geometry,
     Hello,
     MapGrant,
+    OrderKind,
     ReadDevice,
     Report,
 )
@@ -79,6 +81,11 @@ from kvadmit.states import (
 
 BATCH_EXTENTS_MAX = 256
 """Extents of one prepare: bounds the message and the time of one driver call."""
+CALL_TIMES: dict[OrderKind, Histograms] = {
+    "prepare": "prepare_call_s",
+    "commit": "commit_call_s",
+    "decommit": "decommit_call_s",
+}
 ORPHAN_TRIES_MAX = 3
 """Commits an orphan is tried with again before it is decommitted."""
 
@@ -351,6 +358,8 @@ class Group:
 
     def _finish(self, operation: Operation, now_s: float, effects: list[Effect]) -> None:
         """All ranks have answered `operation`: decide what became of its extents."""
+        if operation.took_s and operation.kind in CALL_TIMES:
+            effects.append(Observe(CALL_TIMES[operation.kind], operation.took_s))
         match operation.kind:
             case "prepare":
                 self._prepared(operation, now_s, effects)

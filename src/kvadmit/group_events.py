@@ -181,10 +181,16 @@ class Settle(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+Histograms = Literal[
+    "grow_latency_s", "grant_wait_s", "prepare_call_s", "commit_call_s", "decommit_call_s"
+]
+"""What is timed: whole growths, waits for an allowance, and the slowest rank's driver calls."""
+
+
 class Observe(msgspec.Struct, frozen=True):
     """Add one sample to a histogram, in seconds."""
 
-    name: Literal["grow_latency_s", "grant_wait_s"]
+    name: Histograms
     value_s: float
 
 

@@ -39,7 +39,7 @@ class OrderArrived(msgspec.Struct, frozen=True):
 class DriverDone(msgspec.Struct, frozen=True, kw_only=True):
     """The CallDriver of `order` came back; fields as in `vmm.BatchResult`.
 
-    `now_s` is when the device was read for it, right after the call.
+    `now_s` is when the device was read for it, right after the call, which lasted `took_s`.
     """
 
     now_s: float
@@ -48,6 +48,7 @@ class DriverDone(msgspec.Struct, frozen=True, kw_only=True):
     partial: tuple[int, ...] = ()
     error: str = ""
     out_of_memory: bool = False
+    took_s: float = 0.0
     free_bytes: int
     total_bytes: int
 
@@ -158,7 +159,7 @@ Effect = CallDriver | AwaitDevice | Send | ReadNow | StartTimer | ExitProcess
 class _Order:
     """An order under way: the calls it still has to make and what it reached so far."""
 
-    __slots__ = ("calls", "done", "error", "grant", "out_of_memory", "partial")
+    __slots__ = ("calls", "done", "error", "grant", "out_of_memory", "partial", "took_s")
 
     def __init__(self, grant: MapGrant) -> None:
         self.grant = grant
@@ -167,6 +168,7 @@ class _Order:
         self.partial: list[int] = []
         self.error = ""
         self.out_of_memory = False
+        self.took_s = 0.0
 
 
 class Member:
@@ -308,6 +310,7 @@ class Member:
             self.state[extent] = PARTIAL
         order.done.extend(event.done)
         order.partial.extend(event.partial)
+        order.took_s += event.took_s
         if event.error:
             order.error = event.error
             order.out_of_memory = event.out_of_memory
@@ -331,6 +334,7 @@ class Member:
             done=to_runs(order.done),
             partial=to_runs(order.partial),
             reason=order.error,
+            took_s=order.took_s,
             reading=reading,
         )
         del self._orders[grant.order]

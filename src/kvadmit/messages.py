@@ -80,7 +80,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
     a commit on which a map call was made but which are not usable (orphans here). An extent
     in neither is as it was before the order. `outcome` is `done` iff every extent is done;
     `refused` means the device had no room (prepare only, nothing changed); `failed` is
-    anything else, with the driver's words in `reason`.
+    anything else, with the driver's words in `reason`. `took_s`: for how long the driver was at
+    it, all calls of the order together.
     """
 
     order: int
@@ -90,6 +91,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
     done: Runs
     partial: Runs = ()
     reason: str = ""
+    took_s: float = 0.0
     reading: DeviceReading | None = None
 
 

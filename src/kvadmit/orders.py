@@ -69,6 +69,11 @@ class Operation:
         return touched
 
     @property
+    def took_s(self) -> float:
+        """For how long the slowest rank's driver was at it."""
+        return max(answer.took_s for answer in self.answers.values())
+
+    @property
     def reasons(self) -> str:
         """Why ranks did not do it, one clause per rank."""
         return "; ".join(

@@ -162,6 +162,8 @@ def test_status_is_plain_data_and_may_be_asked_from_any_thread(run_dir: Path) ->
         assert histograms["grow_latency_s"]["count"] >= 1
         assert 0 < histograms["grow_latency_s"]["p50"] <= histograms["grow_latency_s"]["p99"]
         assert histograms["grant_wait_s"]["count"] >= 1
+        for call in ("prepare_call_s", "commit_call_s"):
+            assert 0 < histograms[call]["p50"] <= histograms["grow_latency_s"]["p99"]
 
 
 @pytest.fixture

@@ -407,6 +407,15 @@ def test_a_rank_that_maps_something_else_loses_the_engine() -> None:
 # --- growth ---
 
 
+def test_the_slowest_ranks_driver_call_is_what_a_call_took() -> None:
+    e = engine()
+    e.pool(1, need_total=2, want_total=2, running=1)
+    e.seen()
+    e.allow(2)
+    e.answer(0, 1, "prepare", ((1, 1),), took_s=0.5)
+    assert Observe("prepare_call_s", 0.5) in e.answer(1, 1, "prepare", ((1, 1),), took_s=0.25)
+
+
 def test_one_growth_over_two_ranks() -> None:
     e = engine()
     assert e.pool(1, need_total=3, want_total=4, running=1) == e.reported(need=2, want=3, running=1)

@@ -85,6 +85,7 @@ def driver_done(
     error: str = "",
     *,
     out_of_memory: bool = False,
+    took_s: float = 0.0,
 ) -> DriverDone:
     return DriverDone(
         now_s=0.0,
@@ -93,6 +94,7 @@ def driver_done(
         partial=partial,
         error=error,
         out_of_memory=out_of_memory,
+        took_s=took_s,
         free_bytes=FREE,
         total_bytes=TOTAL,
     )
@@ -241,6 +243,20 @@ def test_a_fence_order_only_waits() -> None:
     assert rank.enqueued(1) == [AwaitDevice(3)]
     assert rank.idle(3) == [answer(3, "fence", ((1, 2),))]
     assert rank.machine.having(MAPPED) == [0, 1, 2]
+
+
+def test_an_answer_says_how_long_all_driver_calls_of_its_order_took() -> None:
+    rank = Rank()
+    rank.map(1, 2)
+    rank.order(3, "prepare", ((3, 1),))
+    rank.step(driver_done(3, (3,)))
+    rank.order(4, "decommit", ((1, 3),))
+    rank.idle(4)
+    rank.step(driver_done(4, (3,), took_s=0.25))  # the abort
+    (sent,) = rank.step(driver_done(4, (1, 2), took_s=0.5))
+    assert isinstance(sent, Send)
+    assert isinstance(sent.message, Answer)
+    assert sent.message.took_s == 0.75
 
 
 def test_prepare_and_commit_overtake_a_parked_decommit() -> None:
