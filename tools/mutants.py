@@ -217,8 +217,8 @@ MUTANTS = (
     Mutant(
         "a reading taken amid operations is believed",
         "ledger.py",
-        "self.foreign_bytes = min(max(self.foreign_bytes, low), high)",
-        "self.foreign_bytes = low",
+        "self._correct(min(max(self.foreign_bytes, low), high))",
+        "self._correct(low)",
         LEDGER,
     ),
     Mutant(
@@ -291,6 +291,27 @@ MUTANTS = (
         "at_s=min(reading.at_s, now_s)",
         "at_s=reading.at_s",
         ARBITRATION,
+    ),
+    Mutant(
+        "what the dead had is read for as seldom as what is foreign",
+        "arbitration.py",
+        "if b.unshown_bytes and b.reads_left and not b.capped}",
+        "if False and b.unshown_bytes}",
+        ARBITRATION,
+    ),
+    Mutant(
+        "what the dead had is read for soon for ever",
+        "arbitration.py",
+        "            self.devices[device].reads_left -= 1\n",
+        "            pass\n",
+        ARBITRATION,
+    ),
+    Mutant(
+        "what has been shown back is read for on",
+        "ledger.py",
+        "self.unshown_bytes = max(0, self.unshown_bytes - back_bytes)",
+        "self.unshown_bytes = min(foreign_bytes, self.unshown_bytes)",
+        (*LEDGER, *ARBITRATION),
     ),
     # --- the scheduler's side ---
     Mutant(

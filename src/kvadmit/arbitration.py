@@ -37,6 +37,10 @@ READ_WAIT_S = 0.250
 """While a need waits and bytes are foreign, a device is read this often, backing off to
 READ_WAIT_S_MAX: a process outside the group sends no event when it frees memory."""
 READ_WAIT_S_MAX = 2.0
+BACK_WAIT_S = 0.100
+"""While a need waits and bytes of a member that left are not back, a device is read this often."""
+BACK_READS = 60
+"""So many times after each loss: workers end within 5 s of their engine core."""
 ANSWER_WAIT_S = 2.0
 """An allowance nobody confirmed is sent again after this long."""
 LINGER_S = 3.0
@@ -130,6 +134,7 @@ class Arbitration:
         self._orders = 0
         self._read_wait_s = 0.0
         self._read_round = 0
+        self._back_timer = False
         self._elected: set[str] = set()
         self._plan = policy.Plan({}, {}, [], [], set())
 
@@ -264,8 +269,9 @@ class Arbitration:
         for device in instance.hello.devices:
             # It may have spent its allowance to the full before it could report so.
             gone = instance.account.booked * instance.cost.get(device, 0)
-            self.devices[device].leave(gone + instance.base_bytes.get(device, 0))
-            self.devices[device].capped = False
+            book = self.devices[device]
+            book.leave(gone + instance.base_bytes.get(device, 0))
+            book.capped, book.reads_left = False, BACK_READS
         self._read_wait_s = 0.0
         if not self.instances:
             # The next one may share another pool: nothing is held to compare it with.
@@ -281,6 +287,8 @@ class Arbitration:
                     effects.append(Exit())
             case "read":
                 self._read_again(event.now_s, effects)
+            case "back":
+                self._read_back(effects)
             case "allow":
                 if peer in self.instances:
                     self._allow_again(peer, event.now_s, effects)
@@ -304,6 +312,14 @@ class Arbitration:
             effects.append(StartTimer("read", now_s + self._read_wait_s))
         else:
             self._read_wait_s = 0.0
+
+    def _read_back(self, effects: list[Effect]) -> None:
+        self._back_timer = False
+        self._read_round += 1
+        devices = self._returning(self._unsure_devices())
+        for device in devices:
+            self.devices[device].reads_left -= 1
+        self._elect(devices, effects)
 
     def _allow_again(self, peer: str, now_s: float, effects: list[Effect]) -> None:
         """Repeat the newest allowance while its receiver has not confirmed it."""
@@ -426,6 +442,17 @@ class Arbitration:
         elif not unsure and self._read_wait_s:
             self._read_wait_s = 0.0
             effects.append(StopTimer("read"))
+        returning = bool(self._returning(unsure))
+        if returning and not self._back_timer:
+            effects.append(StartTimer("back", now_s + BACK_WAIT_S))
+        elif not returning and self._back_timer:
+            effects.append(StopTimer("back"))
+        self._back_timer = returning
+
+    def _returning(self, unsure: set[str]) -> set[str]:
+        """Those of the unsure devices that are to show back soon what a member that left had."""
+        books = {device: self.devices[device] for device in unsure}
+        return {d for d, b in books.items() if b.unshown_bytes and b.reads_left and not b.capped}
 
     def _unsure_devices(self) -> set[str]:
         """Devices on which a need waits or a want is unmet, while their figures may be stale."""
@@ -529,5 +556,5 @@ class Arbitration:
                     "no grant above the cap", f"{instance.hello.name}: {account.allowance}"
                 )
         for device, book in self.devices.items():
-            if book.foreign_bytes < 0:
-                raise InvariantViolation("foreign is never negative", device)
+            if not 0 <= book.unshown_bytes <= book.foreign_bytes:
+                raise InvariantViolation("what is not shown back is foreign", device)

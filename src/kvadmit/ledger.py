@@ -71,6 +71,10 @@ class DeviceBook:
         self.device = device
         self.total_bytes = total_bytes
         self.foreign_bytes = 0
+        self.unshown_bytes = 0
+        """Of the foreign ones: what members that left had and no reading has shown back."""
+        self.reads_left = 0
+        """How many more times it is read soon for these bytes."""
         self.known = False
         """Whether it was read in this epoch; before that nobody knows what is used."""
         self._read_at_s = 0.0
@@ -81,10 +85,11 @@ class DeviceBook:
     def leave(self, held_bytes: int) -> None:
         """Call the bytes of an instance that left foreign until the device shows them back."""
         self.foreign_bytes += held_bytes
+        self.unshown_bytes += held_bytes
 
     def claim(self, held_bytes: int) -> None:
         """Take bytes a new member holds out of the foreign ones, where they were until now."""
-        self.foreign_bytes = max(0, self.foreign_bytes - held_bytes)
+        self._correct(max(0, self.foreign_bytes - held_bytes))
 
     def read(self, reading: DeviceReading, *, least_bytes: int, most_bytes: int) -> bool:
         """Correct `foreign_bytes` by a reading; returns whether it was used.
@@ -100,6 +105,11 @@ class DeviceBook:
         # By one total for all: NVML and the driver differ by what the device keeps for itself.
         used = self.total_bytes - reading.free_bytes
         low, high = max(0, used - most_bytes), max(0, used - least_bytes)
-        self.foreign_bytes = min(max(self.foreign_bytes, low), high)
+        self._correct(min(max(self.foreign_bytes, low), high))
         self.known = True
         return True
+
+    def _correct(self, foreign_bytes: int) -> None:
+        back_bytes = max(0, self.foreign_bytes - foreign_bytes)
+        self.unshown_bytes = max(0, self.unshown_bytes - back_bytes)
+        self.foreign_bytes = foreign_bytes

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvadmit.arbitration import (
     ANSWER_WAIT_S,
+    BACK_READS,
+    BACK_WAIT_S,
     LINGER_S,
     READ_WAIT_S,
     READ_WAIT_S_MAX,
@@ -60,10 +63,16 @@ class Host:
         self.now_s = 0.0
         self.revision: dict[str, int] = {}
         self.reading = 0
+        self.timers: dict[str, float] = {}
 
     def step(self, event: Event) -> list[Effect]:
         effects = self.machine.step(event)
         self.machine.check()
+        for effect in effects:
+            if isinstance(effect, StartTimer):
+                self.timers[effect.timer] = effect.at_s
+            elif isinstance(effect, StopTimer):
+                self.timers.pop(effect.timer, None)
         return effects
 
     def sent(self, peer: str, message: ToArbiter) -> list[Effect]:
@@ -98,6 +107,25 @@ class Host:
 
     def timer(self, name: str) -> list[Effect]:
         return self.step(TimerFired(self.now_s, name))
+
+    def pass_time(self, until_s: float, free: Callable[[], int]) -> list[float]:
+        """Fire every timer that is due; who is elected shows `free()` MiB in its next report.
+
+        Returns when the device was read.
+        """
+        reads = []
+        while (at_s := min(self.timers.values(), default=until_s)) < until_s:
+            self.now_s = at_s
+            name = min(self.timers, key=lambda timer: self.timers[timer])
+            del self.timers[name]
+            for effect in self.timer(name):
+                if isinstance(effect, Send) and isinstance(effect.message, Elect):
+                    reads.append(round(at_s, 3))
+                    last = self.machine.instances[effect.peer].account.report
+                    figures = {n: getattr(last, n) for n in ("need", "want", "running")}
+                    self.report(effect.peer, last.backed, **figures, **self.shown(free()))
+        self.now_s = until_s
+        return reads
 
     def join(self, peer: str, backed: int = 1, *, on: str = "g", **fields: Any) -> None:
         """Bring an instance up that holds `backed` extents, its allowance confirmed."""
@@ -524,6 +552,7 @@ def test_who_is_lost_is_foreign_until_a_reading_shows_its_bytes_back() -> None:
         *allow(host, "a", 2, pressure=True),
         Send("a", Elect(epoch=EPOCH, device="g")),
         StartTimer("read", 1.0 + READ_WAIT_S),
+        StartTimer("back", 1.0 + BACK_WAIT_S),
     ]
     effects = host.report("a", 2, need=4, running=1, **host.shown(3))
     assert effects == seen(host, "a")
@@ -533,8 +562,88 @@ def test_who_is_lost_is_foreign_until_a_reading_shows_its_bytes_back() -> None:
         *seen(host, "a"),
         *allow(host, "a", 6, reason="need"),
         StopTimer("read"),
+        StopTimer("back"),
     ]
     assert host.foreign() == 0
+
+
+def short_of_the_dead() -> Host:
+    """Return a host at 1 s on which a needs what b, just lost, had."""
+    host = Host()
+    host.join("a", 2)
+    host.join("b", 4)
+    host.now_s = 1.0
+    host.report("a", 2, need=8, running=1)
+    assert "back" not in host.timers, "b lives"
+    host.step(PeerLost(1.0, "b"))
+    return host
+
+
+@pytest.mark.parametrize("shown_s", [1.01, 1.55, 4.321, 6.9])
+def test_bytes_of_the_dead_are_grantable_100_ms_after_the_device_shows_them(
+    shown_s: float,
+) -> None:
+    host = short_of_the_dead()
+    host.pass_time(shown_s, lambda: 4)
+    assert (host.foreign(), host.allowance("a")) == (4, 2)
+    host.pass_time(shown_s + 1.001 * BACK_WAIT_S, lambda: 8)
+    assert (host.foreign(), host.allowance("a")) == (0, 10)
+
+
+def test_bytes_of_the_dead_that_stay_away_are_soon_read_for_no_more_often_than_others() -> None:
+    host = short_of_the_dead()
+    soon_s = BACK_READS * BACK_WAIT_S
+    reads = host.pass_time(1.05 + soon_s, lambda: 4)
+    usual = [1.25, 1.75, 2.75, 4.75, 6.75]
+    assert reads == sorted([*usual, *(round(1 + 0.1 * n, 3) for n in range(1, BACK_READS + 1))])
+    assert "back" not in host.timers
+    assert host.pass_time(15.0, lambda: 4) == [8.75, 10.75, 12.75, 14.75]
+    host.report("a", 2, running=1)
+    host.report("a", 2, need=8, running=1)
+    assert "back" not in host.timers, "a new wait begins no new series"
+    host.hello("c")
+    host.report("c", 1)
+    host.step(PeerLost(15.0, "c"))
+    assert "back" in host.timers, "a new loss does"
+
+
+def test_where_nobody_goes_short_the_dead_cause_no_reading() -> None:
+    host = Host()
+    host.join("a", 2)
+    host.join("b", 4)
+    reads = host.machine.counters["device_reads"]
+    host.step(PeerLost(0.0, "b"))
+    host.report("a", 2, running=1)
+    assert not host.timers
+    host.report("a", 2, need=8, running=1)
+    assert {"read", "back"} <= host.timers.keys()
+    host.report("a", 2, running=1)
+    assert not {"read", "back"} & host.timers.keys()
+    assert host.machine.counters["device_reads"] == reads + 1
+
+
+def test_what_others_take_from_the_dead_is_read_for_no_sooner() -> None:
+    """One MiB was foreign before b died; it still is when the device shows what b had."""
+    host = Host()
+    host.join("a", 2)
+    host.join("b", 4)
+    host.report("a", 2, running=1, **host.shown(3))
+    assert host.foreign() == 1
+    host.step(PeerLost(0.0, "b"))
+    host.report("a", 2, need=8, running=1)
+    assert "back" in host.timers
+    host.report("a", 2, need=8, running=1, **host.shown(5))
+    assert host.foreign() == 3
+    assert "back" in host.timers, "half of it is back"
+    host.report("a", 2, need=8, running=1, **host.shown(7))
+    assert host.foreign() == 1
+    assert host.timers.keys() & {"read", "back"} == {"read"}
+
+
+def test_a_device_that_refuses_is_not_read_sooner_for_the_dead() -> None:
+    host = short_of_the_dead()
+    host.report("a", 2, need=8, running=1, refused=("g",))
+    assert host.timers.keys() & {"read", "back"} == {"read"}
 
 
 def test_a_loss_leaves_the_caps_of_other_devices_alone() -> None:
@@ -832,6 +941,10 @@ def test_a_message_no_instance_sends_raises_and_changes_nothing(message: ToArbit
 def test_the_check_finds_books_that_cannot_be() -> None:
     host = Host()
     host.join("a", 3)
+    host.machine.devices["g"].unshown_bytes = 1
+    with pytest.raises(InvariantViolation, match="foreign"):
+        host.machine.check()
+    host.machine.devices["g"].unshown_bytes = 0
     host.machine.devices["g"].foreign_bytes = -1
     with pytest.raises(InvariantViolation, match="foreign"):
         host.machine.check()

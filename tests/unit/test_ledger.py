@@ -105,3 +105,17 @@ def test_who_leaves_is_foreign_and_who_is_found_was() -> None:
     assert book.foreign_bytes == 10
     book.claim(20)
     assert book.foreign_bytes == 0
+    assert book.unshown_bytes == 0
+
+
+def test_what_foreign_bytes_fall_by_is_what_the_dead_gave_back() -> None:
+    book = DeviceBook("g", 100)
+    book.read(reading(50), least_bytes=30, most_bytes=30)
+    book.leave(20)
+    assert (book.foreign_bytes, book.unshown_bytes) == (40, 20)
+    book.read(reading(45), least_bytes=10, most_bytes=10)
+    assert (book.foreign_bytes, book.unshown_bytes) == (45, 20), "somebody else took more"
+    book.read(reading(60), least_bytes=10, most_bytes=10)
+    assert (book.foreign_bytes, book.unshown_bytes) == (30, 5)
+    book.read(reading(70), least_bytes=10, most_bytes=10)
+    assert (book.foreign_bytes, book.unshown_bytes) == (20, 0)
