@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from integration.cluster import (
     running,
     wait_until,
 )
+from kvadmit.coordinator import Coordinator
 from kvadmit.errors import CapacityError
 from kvadmit.rendezvous import ask_status
 from kvadmit.rundir import RunDir
@@ -51,6 +53,56 @@ def test_memory_goes_to_the_busy_one_and_back(run_dir: Path) -> None:
             assert engine.counters["allocation_misses"] == 0
             assert engine.counters["headroom_rejections"] == 0
         wait_books_equal(run_dir, alpha, beta)
+
+
+def test_what_another_thread_reads_during_a_resize_is_one_state(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is negative, above the total, or counted twice: the owner's thread describes it."""
+    describing: set[str] = set()
+    describe = Coordinator._describe
+
+    def noted(self: Coordinator) -> dict[str, object]:
+        describing.add(threading.current_thread().name)
+        return describe(self)
+
+    monkeypatch.setattr(Coordinator, "_describe", noted)
+    alpha, beta = Engine(run_dir, "alpha"), Engine(run_dir, "beta")
+    ended = threading.Event()
+    states: list[dict[str, int]] = []
+    devices: list[dict[str, int]] = []
+
+    def read_group() -> None:
+        while not ended.is_set():
+            group: Any = alpha.coordinator.status()["group"]
+            states.append({**group["extents"], "held": group["held"]})
+
+    def read_books() -> None:
+        while not ended.is_set():
+            devices.append(books(run_dir)["devices"]["host"])
+
+    readers = [threading.Thread(target=read) for read in (read_group, read_books)]
+    with running(alpha, beta):
+        for reader in readers:
+            reader.start()
+        try:
+            for busy in (alpha, beta) * 10:
+                busy.pool.use(POOL_EXTENTS - 4)
+                busy.pool.wait_resident(POOL_EXTENTS - 4)
+                busy.pool.rest()
+        finally:
+            ended.set()
+            for reader in readers:
+                reader.join()
+    assert not describing & {reader.name for reader in readers}
+    held = [state.pop("held") for state in states]
+    assert [sum(state.values()) for state in states] == [POOL_EXTENTS] * len(states)
+    assert held == [POOL_EXTENTS - state["absent"] for state in states]
+    assert min(min(state.values()) for state in states) == 0
+    assert len(set(held)) > 2, "it was read while it changed"
+    for device in devices:
+        assert 0 <= device["held_bytes"] <= device["booked_bytes"] <= HOST_POOL
+        assert (device["capacity_bytes"], device["total_bytes"]) == (HOST_POOL, HOST_POOL)
 
 
 def test_an_idle_cache_is_worth_less_than_a_request(run_dir: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvadmit.link import ANSWER_WAIT_S
 from kvadmit.testing.simulation import MIB, Faults, Shape, World
 from kvadmit.testing.worlds import LOAD_CHANGES, SHAPES, play
 
@@ -65,6 +66,15 @@ def test_without_faults_nothing_is_resent_and_no_timer_asks() -> None:
             counters = instance.group.counters
             assert counters["resends"] == counters["timer_probes"] == 0, (seed, counters)
             assert counters["headroom_rejections"] == counters["allocation_misses"] == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_with_half_of_all_messages_lost_books_and_devices_are_equal_two_resends_later(
+    seed: int,
+) -> None:
+    world = World(seed, SHAPES[seed % len(SHAPES)], Faults(drop=0.5))
+    world.run(LOAD_CHANGES)
+    world.settle(wait_s=2 * ANSWER_WAIT_S)
 
 
 @pytest.mark.parametrize("call_s", [0.0005, 0.002, 0.05])

@@ -336,6 +336,25 @@ def test_a_start_turn_of_an_older_hello_settles_nothing() -> None:
     assert e.arbiter(StartTurn(epoch=1, revision=2)) == settled
 
 
+def test_a_rank_that_takes_long_is_waited_for_and_nothing_is_ready_before_it() -> None:
+    e = Engine()
+    e.step(StartRequested(0.0, {"g0": 5}))
+    e.found()
+    e.arbiter(Welcome(epoch=1, revision=2))
+    e.arbiter(StartTurn(epoch=1, revision=2))
+    e.step(GeometryKnown(0.0, GEOMETRY))
+    waits = e.allow(1)
+    e.confirm()
+    assert Settle("ready") not in e.joined(0)
+    for at_s in (10.0, 30.0, START_WAIT_S - 1.0):
+        e.now_s = at_s
+        assert not any(isinstance(effect, Settle) for effect in e.seen())
+        assert not e.machine.serving
+    assert StartTimer("wait:ready", START_WAIT_S) in waits, "nothing ends the wait before"
+    assert Settle("ready") in e.joined(1)
+    assert e.machine.serving
+
+
 @pytest.mark.parametrize(
     ("prepare", "call", "cause"),
     [

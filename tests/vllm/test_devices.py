@@ -179,7 +179,85 @@ def test_on_gpus_blocks_are_outermost_and_the_worker_is_a_process(
     assert given.parallel_config.distributed_executor_backend == "mp"
 
 
-def _EngineArgs() -> Any:  # stands for the class
+def _EngineArgs(**more: Any) -> Any:  # stands for the class
     from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs(model="nowhere/model")
+    return EngineArgs(model="nowhere/model", **more)
+
+
+def test_a_set_utilization_gets_a_warning_that_says_what_it_means_now(
+    nvml: Nvml, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_config.logger, "propagate", True)
+
+    def warned(**more: Any) -> list[str]:
+        caplog.clear()
+        given = config(distributed_executor_backend="mp")
+        engine_config._apply(given, Settings(), _EngineArgs(**more))
+        assert given.cache_config.kv_cache_memory_bytes == TOTAL - TOTAL // 50
+        return [record.getMessage() for record in caplog.records]
+
+    assert warned() == []
+    (text,) = warned(gpu_memory_utilization=0.37)
+    assert text.startswith("gpu_memory_utilization=0.37 does not size the KV cache beside kvadmit")
+    assert text.endswith("Use kvadmit.cap and kvadmit.floor to bound it")
+
+
+# --- what vLLM's worker measures while others use the device ----------------------------------
+
+
+class Gpu:
+    """A device whose free memory others change, behind what PyTorch answers of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+        import torch
+        from vllm.utils import mem_utils
+
+        self.free_bytes = free_bytes
+        answers = {
+            "get_memory_info": lambda _: (self.free_bytes, TOTAL),
+            "memory_stats": lambda _: {},
+            "memory_reserved": lambda _: 0,
+            "reset_peak_memory_stats": lambda _: None,
+            "empty_cache": lambda: None,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.accelerator, name, answer)
+        platform = SimpleNamespace(is_integrated_gpu=lambda _: False)
+        monkeypatch.setattr(mem_utils, "current_platform", platform)
+
+    def measured_by_a_worker(self, cache: Any, *, freed_meanwhile: int) -> int:
+        """Have vLLM's GPU worker say how large its KV cache is; raises what it raises."""
+        import torch
+        from vllm.config import VllmConfig
+        from vllm.utils.mem_utils import MemorySnapshot
+        from vllm.v1.worker.gpu_worker import Worker
+        from vllm.v1.worker.utils import request_memory
+
+        def profile_run(randomize_inputs: bool) -> None:
+            self.free_bytes += freed_meanwhile
+
+        worker: Any = Worker.__new__(Worker)
+        worker.vllm_config = VllmConfig()
+        worker.parallel_config = worker.vllm_config.parallel_config
+        worker.model_config = SimpleNamespace(multimodal_config=None)
+        worker.model_runner = SimpleNamespace(profile_run=profile_run, model_memory_usage=GIB)
+        worker.cache_config = cache
+        worker.init_snapshot = MemorySnapshot(device=torch.device("cuda:0"))
+        worker.requested_memory = request_memory(worker.init_snapshot, cache)
+        return int(worker.determine_available_memory())
+
+
+def test_a_neighbour_that_frees_memory_during_profiling_does_not_stop_a_start(
+    nvml: Nvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does one that holds nearly all there is; the size is as on a device of one's own."""
+    stock = SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.5)
+    with pytest.raises(AssertionError, match=r"other processes .* release GPU memory"):
+        Gpu(monkeypatch, 100 * GIB).measured_by_a_worker(stock, freed_meanwhile=8 * GIB)
+    ours = config(distributed_executor_backend="mp")
+    engine_config._apply(ours, Settings(), _EngineArgs())
+    for free_bytes, freed_meanwhile in ((TOTAL, 0), (100 * GIB, 8 * GIB), (2 * GIB, -GIB)):
+        gpu = Gpu(monkeypatch, free_bytes)
+        found = gpu.measured_by_a_worker(ours.cache_config, freed_meanwhile=freed_meanwhile)
+        assert found == TOTAL - TOTAL // 50

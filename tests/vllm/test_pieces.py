@@ -279,17 +279,26 @@ def test_other_errors_and_stop_reasons_pass_unseen() -> None:
     assert frontend.error_of("a stop string") is None
 
 
-def test_a_replacement_is_made_once() -> None:
+def test_a_replacement_is_made_once_and_beside_other_plugins() -> None:
+    """`activate` runs for each engine of a process; others may have been here before or since."""
+
     class Owner:
         def act(self) -> list[str]:
-            return ["theirs"]
+            return ["vLLM"]
 
-    def make(original: Any) -> Any:
+    def ours(original: Any) -> Any:
         return lambda self: ["ours", *original(self)]
 
-    replace(Owner, "act", make)
-    replace(Owner, "act", make)
-    assert Owner().act() == ["ours", "theirs"]
+    def wrapped_by_others(name: str) -> None:
+        original: Any = Owner.act
+        Owner.act = lambda self: [name, *original(self)]  # type: ignore[method-assign]
+
+    wrapped_by_others("before")
+    replace(Owner, "act", ours)
+    replace(Owner, "act", ours)
+    wrapped_by_others("since")
+    replace(Owner, "act", ours)
+    assert Owner().act() == ["since", "ours", "before", "vLLM"]
 
 
 # --- structured output ------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Replacing an attribute of vLLM's, once, and telling ours from theirs.
 
-Owns: the mark on a replacement. Must not know: which attributes, or why.
+Owns: which attributes are replaced already. Must not know: what by, or why.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-_MARK = "__kvadmit_original__"
+_replaced: set[tuple[Any, str]] = set()
+"""Not a mark on the replacement: what another plugin puts around ours would hide it."""
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
     """Replace `owner.name` by `make(original)`, unless that was done before."""
-    original = getattr(owner, name)
-    if hasattr(original, _MARK):
+    if (owner, name) in _replaced:
         return
-    replacement = functools.wraps(original)(make(original))
-    setattr(replacement, _MARK, original)
-    setattr(owner, name, replacement)
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(make(original)))
+    _replaced.add((owner, name))
