@@ -49,6 +49,15 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
             return generate(llm, request["prompts"], request["tokens"])
         case "structured":
             return structured(llm, request["choices"], request["count"])
+        case "add":
+            return add(llm, request["requests"], request["tokens"])
+        case "steps":
+            return {"steps": [step(llm) for _ in range(request["count"])]}
+        case "abort":
+            llm.llm_engine.abort_request(request["ids"])
+            return {}
+        case "preempt":
+            return {"reset": llm.llm_engine.reset_prefix_cache(reset_running_requests=True)}
         case "status":
             return status(llm)
         case "reset":
@@ -79,6 +88,46 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         "finish": [one.finish_reason for one in first],
         "stop": [one.stop_reason for one in first],
     }
+
+
+def add(llm: Any, requests: dict[str, list[int]], tokens: int) -> dict[str, Any]:
+    """Queue prompts under the ids that are their keys; `step` serves them."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    for name, prompt in requests.items():
+        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+    return {}
+
+
+def step(llm: Any) -> dict[str, Any]:
+    """Make one step of an in-process engine; returns who ended and who holds what after it."""
+    ended = {
+        output.request_id: {
+            "ids": list(output.outputs[0].token_ids),
+            "finish": output.outputs[0].finish_reason,
+            "cached": output.num_cached_tokens,
+        }
+        for output in llm.llm_engine.step()
+        if output.finished
+    }
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    manager = scheduler.kv_cache_manager
+    blocks = {name: manager.get_block_ids(name) for name in scheduler.requests}
+    return {
+        "ended": ended,
+        "running": [outer_name(request.request_id) for request in scheduler.running],
+        "waiting": [outer_name(request.request_id) for request in scheduler.waiting],
+        "blocks": {outer_name(name): sum(map(len, groups)) for name, groups in blocks.items()},
+        "held": len({one for groups in blocks.values() for group in groups for one in group}),
+        "free": manager.block_pool.get_num_free_blocks(),
+        "resident": manager.block_pool.num_gpu_blocks,
+    }
+
+
+def outer_name(name: str) -> str:
+    """Return the id that a request came with: vLLM adds eight characters of its own."""
+    return name.rpartition("-")[0]
 
 
 def structured(llm: Any, choices: list[str], count: int) -> dict[str, Any]:
