@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Measure one growth and one shrink over all ranks of an instance, without a model.
 
-    python bench/control_path.py [--device host|cuda] [--tp 1 2 4] [--json FILE]
+    python bench/control_path.py [--device host|cuda] [--tp 1 2 4] [--busy] [--json FILE]
 
 Real coordinator, arbiter, agents and memory; idle workers, a process for each rank (on GPUs one
 GPU each). *growth* is PREPARE sent to the last rank's COMMIT answer, zeroed memory included;
 *told to there* is levels posted to blocks handed out, with the arbiter and both threads' wake-ups
 in it; *shrink* is blocks returned to bytes free on every rank, with the fence and the decay of
-spare extents, here at once.
+spare extents, here at once. With `--busy` another thread of every process runs Python nearly all
+the time, as a scheduler and a model runner do.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ LAYOUTS = {"block-outermost": 1, "layer-outermost": LAYERS}
 CUDA_GRANULE_BYTES = 2 * MIB
 EXTENT_BYTES = {"cuda": 64 * MIB, "host": MIB}
 WAIT_S = 30.0
+BUSY_S, REST_S = 0.010, 0.002
 LOOK_S = 0.0001
 """How often a shrink is looked at: the resolution of its time."""
 
@@ -77,6 +79,7 @@ def main() -> int:
         action="store_true",
         help="also kvcached's own path, where that is installed (GPUs only)",
     )
+    made.add_argument("--busy", action="store_true", help="beside threads that run Python")
     made.add_argument("--rounds", type=int, default=ROUNDS)
     made.add_argument("--commit", default=None, help="the tree's commit, where git is not at hand")
     made.add_argument("--json", type=Path, default=None, metavar="FILE")
@@ -86,11 +89,15 @@ def main() -> int:
     if options.device == "cuda":
         found = probe(0)
         named |= {"device": found.name, "driver": found.driver_version, "mps": found.mps}
+    if options.busy:
+        keep_busy()
     rows = []
     print(f"{'layout':18}{'tp':>3}{'batch':>6}" + "".join(f"{name:>24}" for name in FIGURES))
     for layout in LAYOUTS:
         for ranks in options.tp:
-            with Instance(options.device, ranks, layout, extent_bytes) as instance:
+            with Instance(
+                options.device, ranks, layout, extent_bytes, busy=options.busy
+            ) as instance:
                 for batch in BATCHES:
                     row = {"layout": layout, "tp": ranks, "batch": batch}
                     rows.append(row | instance.measure(batch, options.rounds))
@@ -108,6 +115,7 @@ def main() -> int:
         "versions": versions(),
         "extent_bytes": extent_bytes,
         "rounds": options.rounds,
+        "busy": options.busy,
         "rows": rows,
     }
     if options.json:
@@ -138,7 +146,9 @@ def kvcached_figures(peer: KvcachedRanks, batch: int, rounds: int) -> dict[str, 
 class Instance:
     """One instance with idle ranks, and a pool that grows and shrinks on demand."""
 
-    def __init__(self, device: str, ranks: int, layout: str, extent_bytes: int) -> None:
+    def __init__(
+        self, device: str, ranks: int, layout: str, extent_bytes: int, *, busy: bool
+    ) -> None:
         """Start nothing yet."""
         strips = LAYOUTS[layout]
         stride = extent_bytes // BLOCKS // strips
@@ -162,6 +172,7 @@ class Instance:
         self._devices = devices
         self._ranks = ranks
         self._device = device
+        self._busy = busy
         self._resident = {0}
 
     def __enter__(self) -> Instance:
@@ -187,7 +198,8 @@ class Instance:
             self.coordinator.request_start({})
             self.coordinator.set_geometry(self.plan)
             for rank in range(self._ranks):
-                undo.enter_context(worker(self.coordinator.runtime, rank, self.plan.layouts[rank]))
+                layout = self.plan.layouts[rank]
+                undo.enter_context(worker(self.coordinator.runtime, rank, layout, self._busy))
             self.coordinator.wait_ready()
             self._undo = undo.pop_all()
         return self
@@ -247,13 +259,33 @@ def wait_until(done: Callable[[], bool]) -> None:
         time.sleep(LOOK_S)
 
 
+def keep_busy() -> None:
+    """Start a thread that runs Python for 10 ms at a time, with short rests, until the end."""
+
+    def work() -> None:
+        while True:
+            rest_s = time.perf_counter() + BUSY_S
+            while time.perf_counter() < rest_s:
+                pass
+            time.sleep(REST_S)
+
+    threading.Thread(target=work, daemon=True).start()
+
+
 # --- a rank ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def worker(runtime: dict[str, object], rank: int, layout: ExtentLayout) -> Iterator[None]:
+def worker(
+    runtime: dict[str, object], rank: int, layout: ExtentLayout, busy: bool
+) -> Iterator[None]:
     """Run one rank as a process until the block ends."""
-    order = {"runtime": runtime, "rank": rank, "layout": msgspec.to_builtins(layout)}
+    order = {
+        "runtime": runtime,
+        "rank": rank,
+        "layout": msgspec.to_builtins(layout),
+        "busy": busy,
+    }
     command = [sys.executable, __file__, "--rank", json.dumps(order)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
@@ -275,6 +307,8 @@ def serve_rank(text: str) -> int:
     order = json.loads(text)
     runtime, rank = order["runtime"], order["rank"]
     layout = msgspec.convert(order["layout"], ExtentLayout)
+    if order["busy"]:
+        keep_busy()
     with contextlib.ExitStack() as undo:
         space: AddressSpace
         wait = None

@@ -40,6 +40,7 @@ from kvadmit.messages import (
 )
 from kvadmit.observe import Trace
 from kvadmit.postmortem import write_trace
+from kvadmit.processes import share_interpreter
 from kvadmit.rundir import new_incarnation
 from kvadmit.timers import PolledTimers
 from kvadmit.vmm import AddressSpace, BatchResult
@@ -172,6 +173,7 @@ class Agent:
     # --- agent thread ---
 
     def _run(self) -> None:
+        share_interpreter()
         try:
             self._connect()
             self._ready.set()

@@ -58,6 +58,7 @@ from kvadmit.processes import (
     end_this_process,
     is_stopped,
     never_preempt_others,
+    share_interpreter,
 )
 from kvadmit.ranks import RankChannels
 from kvadmit.rendezvous import ArbiterChannel, ask_status
@@ -341,6 +342,7 @@ class Coordinator:
 
     def _run_thread(self) -> None:
         never_preempt_others()  # the scheduler's thread wakes this one
+        share_interpreter()
         error: BaseException | None = None
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 DEATH_GRACE_S = 5.0
 """After its front end died an engine has this long to end by itself."""
 DEATH_EXIT_CODE = 71
+SWITCH_INTERVAL_S = 0.0005
 
 
 def is_stopped(pid: int) -> bool:
@@ -61,6 +63,17 @@ def never_preempt_others() -> None:
     """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def share_interpreter() -> None:
+    """Have a thread that runs Python hand the interpreter over soon when another one asks for it.
+
+    CPython's default is 5 ms, and one growth asks several times in every process it passes
+    through: beside a busy scheduler or model runner those waits were most of it. For the whole
+    process; an interval that is shorter already stays.
+    """
+    if sys.getswitchinterval() > SWITCH_INTERVAL_S:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def preempt_as_usual() -> None:

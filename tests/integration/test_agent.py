@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from integration.cluster import (
 from kvadmit import agent, member, orders
 from kvadmit.agent import Agent
 from kvadmit.errors import DriverError, PeerLostError
+from kvadmit.processes import SWITCH_INTERVAL_S
 from kvadmit.rendezvous import ask_status
 from kvadmit.rundir import RunDir
 from kvadmit.vmm import BatchResult
@@ -240,6 +242,20 @@ def test_a_start_without_a_coordinator_says_so(run_dir: Path) -> None:
     plan = make_plan()
     with pytest.raises(PeerLostError, match="lease line"):
         Rank(runtime, 0, plan)
+
+
+def test_busy_processes_hand_their_interpreter_to_kvadmits_threads_soon(run_dir: Path) -> None:
+    engine = Engine(run_dir, "alpha")
+    usual_s = sys.getswitchinterval()
+    try:
+        for part in (engine.greet, lambda: engine.add_rank(0)):
+            sys.setswitchinterval(10 * SWITCH_INTERVAL_S)
+            part()
+            assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+        engine.coordinator.wait_ready()
+    finally:
+        engine.stop()
+        sys.setswitchinterval(usual_s)
 
 
 def test_stop_is_idempotent_and_needs_no_start(run_dir: Path) -> None:
