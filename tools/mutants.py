@@ -10,37 +10,37 @@ that passes them all *survives*, and a test is missing. Exit code 1 if any survi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import msgspec
-
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.colocated.result import commit, versions
+from tools.fault_mutants import (
+    ARBITER_GONE,
+    COMMIT_FAILS,
+    FAULT_MUTANTS,
+    FOREIGN_MEMORY,
+    PREPARE_FAILS,
+    WORKER_DIES,
+    WORKER_STOPPED,
+    Mutant,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "kvadmit"
 TEST_WAIT_S = 300.0
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
-
-
-class Mutant(msgspec.Struct, frozen=True):
-    """`old`, once in `file`, becomes `new`. `tests`: what must turn red, from the root."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
 
 
 GROUP = ("tests/unit/test_group.py", "tests/property/test_machines.py")
@@ -120,6 +120,7 @@ MUTANTS = (
         "        if operation.all_done:\n            self.states.move(extents, PREPARING",
         "        if True:\n            self.states.move(extents, PREPARING",
         GROUP,
+        PREPARE_FAILS,
     ),
     Mutant(
         "extents that not all ranks committed are handed out",
@@ -127,6 +128,7 @@ MUTANTS = (
         "        left = set(operation.extents) - done\n        if done:",
         "        done = set(operation.extents)\n        left: set[int] = set()\n        if done:",
         GROUP,
+        COMMIT_FAILS,
     ),
     Mutant(
         "orphans are never adopted",
@@ -134,6 +136,7 @@ MUTANTS = (
         "        if self.states.count[ORPHAN]:\n            # Bytes",
         "        if False:\n            # Bytes",
         GROUP,
+        COMMIT_FAILS,
     ),
     Mutant(
         "growth goes above the allowance",
@@ -170,6 +173,7 @@ MUTANTS = (
         'return self.phase == "joined" and self.revision > self.blocked_revision',
         'return self.phase == "joined"',
         LINK,
+        PREPARE_FAILS,
     ),
     Mutant(
         "without an arbiter the old allowance may still be spent",
@@ -177,6 +181,7 @@ MUTANTS = (
         '        self.phase = "lost"\n        self.allowance = held\n',
         '        self.phase = "lost"\n',
         LINK,
+        ARBITER_GONE,
     ),
     Mutant(
         "reports of another epoch count",
@@ -213,6 +218,7 @@ MUTANTS = (
         "        self.foreign_bytes += held_bytes\n",
         "        pass\n",
         (*LEDGER, *ARBITRATION),
+        WORKER_DIES,
     ),
     Mutant(
         "a reading taken amid operations is believed",
@@ -220,6 +226,7 @@ MUTANTS = (
         "self._correct(min(max(self.foreign_bytes, low), high))",
         "self._correct(low)",
         LEDGER,
+        FOREIGN_MEMORY,
     ),
     Mutant(
         "a device that was refused gives on",
@@ -227,6 +234,7 @@ MUTANTS = (
         "                self.available[device] = min(self.available[device], 0)\n",
         "                pass\n",
         POLICY,
+        PREPARE_FAILS,
     ),
     Mutant(
         "unfilled floors are given away",
@@ -262,6 +270,7 @@ MUTANTS = (
         "if v.id != c.id and not v.late and v.id not in self.granted and set(v.cost) & set(lack)",
         "if v.id != c.id and v.id not in self.granted and set(v.cost) & set(lack)",
         POLICY,
+        WORKER_STOPPED,
     ),
     # --- what devices showed, and when ---
     Mutant(
@@ -364,6 +373,7 @@ MUTANTS = (
         "        self._wake_pool()\n        if isinstance(order, Limit):\n",
         ("tests/unit/test_port.py",),
     ),
+    *FAULT_MUTANTS,
 )
 
 
@@ -384,12 +394,14 @@ def main() -> int:
         killer = killed_by(mutant)
         took_s = time.monotonic() - began_s
         print(f"{number:3}/{len(chosen)} {took_s:5.1f} s  {mutant.name}: {killer or 'SURVIVES'}")
-        rows.append({"name": mutant.name, "file": mutant.file, "killed_by": killer})
+        rows.append(
+            {"name": mutant.name, "file": mutant.file, "row": mutant.row, "killed_by": killer}
+        )
     survivors = [row["name"] for row in rows if row["killed_by"] is None]
     print(f"{len(rows) - len(survivors)} of {len(rows)} killed")
     if options.json:
         report = {
-            "schema": "kvadmit.mutants/1",
+            "schema": "kvadmit.mutants/2",
             "commit": commit(),
             "versions": versions(),
             "mutants": rows,
@@ -410,20 +422,36 @@ def killed_by(mutant: Mutant) -> str | None:
             raise SystemExit(f"{mutant.file} has not exactly once: {mutant.old!r}")
         target.write_text(text.replace(mutant.old, mutant.new))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        done = subprocess.run(
-            [*command, *mutant.tests],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": directory, "HYPOTHESIS_PROFILE": "default"},
-            capture_output=True,
-            text=True,
-            timeout=TEST_WAIT_S,
-        )
-    if done.returncode == 0:
+        status, output = _run_tests([*command, *mutant.tests], directory)
+    if status == 0:
         return None
-    failed = FAILED.search(done.stdout)
+    failed = FAILED.search(output)
     if failed is None:
-        raise SystemExit(f"{mutant.name}: the tests did not run\n{done.stdout}{done.stderr}")
+        raise SystemExit(f"{mutant.name}: the tests did not run\n{output}")
     return failed.group(1)
+
+
+def _run_tests(command: list[str], package_parent: str) -> tuple[int, str]:
+    """Run pytest over the package in `package_parent`; return its status and what it printed.
+
+    A test that fails may leave processes behind: they end with it.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": package_parent, "HYPOTHESIS_PROFILE": "default"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TEST_WAIT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode, output
 
 
 if __name__ == "__main__":

@@ -223,6 +223,7 @@ def test_a_deleted_run_directory_disturbs_nobody(run_dir: Path) -> None:
         # The lock is not a file alone: no second arbiter beside the first.
         with arbiter(run_dir) as second:
             assert second.wait(WAIT_S) == 0
+        assert RunDir.open(str(run_dir)).epoch() == 0, "it gave way, and served nobody before"
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: engine.group["link"]["phase"] == "joined", "joined anew")
         wait_until(lambda: engine.group["link"]["epoch"] == 2, "above the epoch it knew")

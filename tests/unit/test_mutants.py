@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import msgspec
 import pytest
-from tools.mutants import MUTANTS, PACKAGE, ROOT, Mutant, killed_by
+from tools.fault_mutants import Mutant
+from tools.mutants import MUTANTS, PACKAGE, ROOT, killed_by
 
 PORT = ("tests/unit/test_port.py",)
 
@@ -21,7 +23,18 @@ def test_the_guard_is_still_there_and_can_be_taken_out(mutant: Mutant) -> None:
     text = (PACKAGE / mutant.file).read_text()
     assert text.count(mutant.old) == 1
     ast.parse(text.replace(mutant.old, mutant.new))
-    assert all((ROOT / path).exists() for path in mutant.tests)
+    for path, _, name in (test.partition("::") for test in mutant.tests):
+        assert not name or f"def {name}(" in (ROOT / path).read_text()
+        assert (ROOT / path).exists()
+
+
+def test_every_row_of_the_failure_matrix_has_a_mutant_and_no_other_row() -> None:
+    text = (ROOT / "tests" / "README.md").read_text()
+    _, _, table = text.partition("## From failure matrix to test")
+    rows = re.findall(r"^\| (.+?) \|", table, re.MULTILINE)
+    assert len(rows) > 10
+    assert rows[0] == "fault"
+    assert {mutant.row for mutant in MUTANTS} - {""} == set(rows[1:])
 
 
 @pytest.mark.slow
