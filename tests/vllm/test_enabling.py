@@ -19,6 +19,9 @@ from vllm_engines import DENSE, EngineProcess, engine, engine_arguments, kvadmit
 
 PLUGINS = Path(__file__).parent / "plugins"
 """A plugin of these tests: it lets EngineCore say what is replaced in its process."""
+PLUGIN_PATH = os.pathsep.join(
+    [str(PLUGINS), str(PLUGINS.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -45,7 +48,7 @@ def test_not_enabled_exactly_one_attribute_differs(multiprocessing: str) -> None
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": multiprocessing,
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the question to the workers is a function
-        "PYTHONPATH": os.pathsep.join([str(PLUGINS), str(PLUGINS.parents[1])]),
+        "PYTHONPATH": PLUGIN_PATH,
     }
     with engine(arguments, **environment) as child:
         one = ["EngineArgs.create_engine_config"]
@@ -79,6 +82,26 @@ def test_a_stock_engine_beside_an_enabled_one_stays_stock(run_dir: Path) -> None
         assert other["ids"] == expected
         assert other["status"] == {}
         assert child.status()["pool"]["resident_extents"] >= 1
+        log = child.log()
+    for line in ("this process", "EngineCore: instance", "the worker of rank 0: "):
+        assert log.count(f"kvadmit is active in {line}") == 1, log
+
+
+@pytest.mark.slow
+def test_a_worker_without_the_plugin_is_missed_and_named(run_dir: Path) -> None:
+    """Its EngineCore has the plugin; the worker would serve stock memory that nobody counts."""
+    config = kvadmit(run_dir, host_pool=16 * MIB, start_wait_s=6)
+    arguments = engine_arguments(DENSE, additional_config=config)
+    child = EngineProcess(arguments, PYTHONPATH=PLUGIN_PATH, KVADMIT_TESTS_KEEP_OUT="1")
+    try:
+        child.refusal()
+        log = child.log()
+        assert "no answer within 6 s: no hello from rank 0" in log, log
+        assert "a worker without kvadmit's plugin never joins: does VLLM_PLUGINS name" in log
+        assert "kvadmit is active in the worker" not in log
+    finally:
+        child.close()
+    nothing_is_left(log, run_dir)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +164,11 @@ def test_a_start_that_cannot_fit_leaves_no_process_behind(run_dir: Path) -> None
         assert "kvadmit.floor" in log, log
     finally:
         child.close()
+    nothing_is_left(log, run_dir)
+
+
+def nothing_is_left(log: str, run_dir: Path) -> None:
+    """Fail if a worker that `log` tells of lives, or a file of an instance is there."""
     workers = [
         int(line.split("pid=")[1].split(")")[0])
         for line in log.splitlines()

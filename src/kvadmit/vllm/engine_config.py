@@ -47,6 +47,7 @@ def wrap_create_engine_config(original: Any, activate: Callable[[], None]) -> Ca
             _apply(vllm_config, settings, self)
             activate()
             _show_metrics(settings)
+            logger.info("kvadmit is active in this process: its engines start with it")
         return vllm_config
 
     return create_engine_config

@@ -23,6 +23,7 @@ import msgspec
 
 from kvadmit.config import Settings
 from kvadmit.coordinator import Coordinator
+from kvadmit.errors import PeerTimeoutError
 from kvadmit.geometry import ExtentPlan
 from kvadmit.units import format_bytes
 from kvadmit.vllm.devices import devices_of, read_gpu
@@ -125,6 +126,19 @@ class Engine:
         """Tell the coordinator the geometry; returns once the prefix may be backed."""
         self.plan = plan
         self.coordinator.set_geometry(plan)
+
+    def wait_ready(self) -> None:
+        """Return once every worker has joined; ends everything of the engine when one does not."""
+        try:
+            self.coordinator.wait_ready()
+        except BaseException as error:
+            if isinstance(error, PeerTimeoutError):
+                logger.error(
+                    "a worker without kvadmit's plugin never joins: does VLLM_PLUGINS name "
+                    "kvadmit, and is it installed where the workers run?"
+                )
+            self.abandon()
+            raise
 
     def stop(self) -> None:
         """End the coordinator. Idempotent."""

@@ -69,11 +69,7 @@ class ElasticScheduler:
         engine = engine_of(self.vllm_config)
         assert engine is not None, "the class is only handed out for engines with kvadmit"
         assert engine.plan is not None, "vLLM plans its KV cache before it makes a scheduler"
-        try:
-            engine.coordinator.wait_ready()
-        except BaseException:
-            engine.abandon()
-            raise
+        engine.wait_ready()
         self._kvadmit_setup(engine)
 
     def _kvadmit_setup(self: Any, engine: Engine) -> None:

@@ -5,6 +5,8 @@ Also a plugin of the tests' own, so that EngineCore can be asked.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 from pathlib import Path
 from types import FunctionType
@@ -12,11 +14,15 @@ from typing import Any
 
 import kvadmit
 
+KEEP_OUT = "KVADMIT_TESTS_KEEP_OUT"
+"""Set: the workers load no plugin, whatever their EngineCore has loaded."""
 PACKAGE = str(Path(kvadmit.__file__).parent)
 
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`: give EngineCore a method that answers."""
+    if os.environ.get(KEEP_OUT) and multiprocessing.parent_process() is not None:
+        os.environ["VLLM_PLUGINS"] = "none"
     if "vllm.v1.engine.core" in sys.modules:
         from vllm.v1.engine.core import EngineCore
 
