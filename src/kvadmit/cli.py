@@ -18,7 +18,7 @@ from kvadmit import __version__, doctor
 from kvadmit.config import as_table, default_run_dir
 from kvadmit.errors import KvAdmitError, PeerLostError
 from kvadmit.rendezvous import ask_status
-from kvadmit.rundir import RunDir
+from kvadmit.rundir import ArbiterLock, RunDir
 from kvadmit.units import format_bytes
 
 TOP_PAUSE_S = 1.0
@@ -72,9 +72,13 @@ def _add(
 
 def _open(options: argparse.Namespace) -> RunDir:
     path = options.run_dir or default_run_dir()
-    if not os.path.lexists(path):  # opening would make it
-        raise PeerLostError("arbiter", f"there is no run directory {path}: nothing has run here")
-    return RunDir.open(path)
+    run = RunDir.locate(path)
+    if os.path.lexists(run.path):
+        return RunDir.open(path)
+    # Opening would make it.
+    if ArbiterLock(run).is_taken():
+        raise PeerLostError("arbiter", f"its run directory {path} was deleted: see kvadmit doctor")
+    raise PeerLostError("arbiter", f"there is no run directory {path}: nothing has run here")
 
 
 # --- status and top --------------------------------------------------------------------------

@@ -51,15 +51,27 @@ class Finding(msgspec.Struct, frozen=True):
 def examine(run_dir: str) -> list[Finding]:
     """Run every check for the instances that use `run_dir`."""
     findings = [_versions(), _entry_point(), _vllm(), _memory_file(), _overcommit(), _host_pool()]
-    if not os.path.lexists(run_dir):
-        text = f"{run_dir} does not exist yet; the first instance makes it"
-        return [*findings, Finding("run directory", "ok", text), _other_arbiters(run_dir)]
+    located = RunDir.locate(run_dir)
+    if not os.path.lexists(located.path):
+        return [*findings, _no_directory(located), _other_arbiters(str(located.path))]
     try:
         run = RunDir.open(run_dir)
     except KvAdmitError as error:
         return [*findings, Finding("run directory", "fail", str(error))]
     findings.append(Finding("run directory", "ok", f"{run.path}, private{_noted(run)}"))
     return [*findings, *_arbiter(run), _other_arbiters(str(run.path)), _leftovers(run)]
+
+
+def _no_directory(run: RunDir) -> Finding:
+    if not ArbiterLock(run).is_taken():
+        text = f"{run.path} does not exist yet; the first instance makes it{_noted(run)}"
+        return Finding("run directory", "ok", text)
+    return Finding(
+        "run directory",
+        "fail",
+        f"{run.path} was deleted under its arbiter: instances serve on, none can start",
+        UNKNOWN_HOLDER_CURE,
+    )
 
 
 def _noted(run: RunDir) -> str:

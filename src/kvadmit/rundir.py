@@ -64,7 +64,7 @@ def check_socket_path(path: str) -> str:
 
 
 class RunDir:
-    """An existing run directory of this user, mode 0700, that is no symlink.
+    """A run directory of this user: once opened it exists, with mode 0700, and is no symlink.
 
     `path` is absolute. `note` says, in one sentence, why `path` is not the directory that
     was asked for ("" when it is). `key` tells apart arbiters that share a directory and
@@ -79,25 +79,34 @@ class RunDir:
 
     @classmethod
     def open(cls, configured: str | None = None, *, key: str = "") -> RunDir:
-        """Create the run directory, or check the one that exists.
+        """Create the run directory that `locate` names, or check the one that exists.
+
+        Raises ConfigError, naming the cure, for a symlink, another user's directory, one that
+        others may enter, or one that cannot be made.
+        """
+        run = cls.locate(configured, key=key)
+        run.restore()
+        return run
+
+    @classmethod
+    def locate(cls, configured: str | None = None, *, key: str = "") -> RunDir:
+        """Name the run directory, which need not exist, and touch nothing.
 
         `configured` is the setting `run_dir`; None means `kvadmit-<uid>` in the temporary
         directory. If socket paths in it would be too long, a directory under /tmp takes its
         place, keyed by uid and the long path, so that everyone who asks for the same long
-        path meets there. Raises ConfigError, naming the cure, for a symlink, another user's
-        directory, one that others may enter, or one that cannot be made.
+        path meets there.
         """
         default = os.path.join(tempfile.gettempdir(), f"kvadmit-{os.getuid()}")
         wanted = Path(os.path.abspath(configured or default))
         path, note = wanted, ""
         if len(os.fsencode(wanted)) + 1 + NAME_BYTES_MAX > SUN_PATH_BYTES_MAX:
             short = _hash(os.path.realpath(wanted), 12)
-            # Checked like any other below, so that another user's is refused, not used.
+            # Checked by `open`, so that another user's is refused, not used.
             path = Path(f"/tmp/kvadmit-{os.getuid()}-{short}")  # noqa: S108
             note = (
                 f"run directory {path} is used: sockets under {wanted} would have too long a path"
             )
-        _make_private(path)
         return cls(path, key=key, note=note)
 
     def instance_path(self, incarnation: str, suffix: str) -> str:
@@ -134,7 +143,7 @@ class RunDir:
         return check_socket_path(str(self.path / f"a-{self._key_hash}{tail}"))
 
     def restore(self) -> None:
-        """Make the directory again if somebody deleted it. Raises as `open` does."""
+        """Make the directory if it is not there, or again. Raises as `open` does."""
         _make_private(self.path)
 
     # --- epoch -------------------------------------------------------------------------
@@ -342,6 +351,10 @@ class ArbiterLock:
             self._socket = listener
             self._file.write(f"{os.getpid()}\n")
         return taken
+
+    def is_taken(self) -> bool:
+        """Say whether a process of this network namespace is the arbiter. Touches no file."""
+        return _is_served(self._name)
 
     def holder(self) -> int:
         """Return the pid that the holder wrote down, for messages only; 0 if unknown."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from integration.cluster import (
     wait_ended,
     wait_until,
 )
-from kvadmit import cli
+from kvadmit import cli, coordinator
 from kvadmit.arbitration import LINGER_S
 from kvadmit.channel import AgentPoller, BadPeer, BlockingDealer, LeaseLost, Ready, Received
 from kvadmit.errors import PeerLostError, PeerTimeoutError
@@ -229,6 +230,63 @@ def test_a_deleted_run_directory_disturbs_nobody(run_dir: Path) -> None:
         wait_until(lambda: engine.group["link"]["epoch"] == 2, "above the epoch it knew")
         engine.pool.use(12)
         engine.pool.wait_resident(12)
+
+
+def test_what_operators_see_after_a_deletion_and_how_they_mend_it(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(name: str) -> tuple[int, str]:
+        code = cli.main([name, "--run-dir", str(run_dir)])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    engine = Engine(run_dir, "alpha")
+    with running(engine):
+        pid = arbiter_pid(run_dir)
+        shutil.rmtree(run_dir)
+        gone = f"kvadmit: arbiter: its run directory {run_dir} was deleted: see kvadmit doctor\n"
+        assert command("status") == (2, gone)
+        code, text = command("doctor")
+        assert code == 1
+        assert f"fail  run directory: {run_dir} was deleted under its arbiter" in text
+        assert not run_dir.exists(), "looking made it"
+        with monkeypatch.context() as patch:
+            patch.setattr(coordinator, "FIND_WAIT_S", 0.5)
+            with pytest.raises(PeerTimeoutError, match="another process holds its lock"):
+                Engine(run_dir, "early").start()
+        # That start has made the directory again, and the arbiter is not in it.
+        assert command("status") == (2, f"kvadmit: arbiter: none has run in {run_dir}\n")
+        code, text = command("doctor")
+        assert code == 1
+        assert "fail  arbiter: an arbiter whose pid is not known holds the lock" in text
+        assert "ps -ef | grep kvadmit.arbiter" in text
+        os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: engine.group["link"]["epoch"] == 2, "joined another one")
+        late = Engine(run_dir, "late")
+        with running(late):
+            code, text = command("status")
+            assert code == 0
+            assert [name in text for name in ("alpha", "late", "early")] == [True, True, False]
+            assert f"ok    arbiter: pid {arbiter_pid(run_dir)}, epoch 2" in command("doctor")[1]
+
+
+def test_the_operators_commands_find_who_uses_a_long_path(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = str(run_dir / ("t" * 200))
+    short = RunDir.locate(long).path
+    try:
+        with running(Engine(long, "alpha")):
+            assert short.exists()
+            assert cli.main(["status", "--run-dir", long]) == 0
+            assert "alpha" in capsys.readouterr().out
+            cli.main(["doctor", "--run-dir", long])
+            text = capsys.readouterr().out
+            assert f"ok    run directory: {short}, private (run directory {short} is used" in text
+            assert f"ok    arbiter: pid {arbiter_pid(short)}, epoch 1, 1 instances" in text
+        end_arbiter(short)
+    finally:
+        shutil.rmtree(short)
 
 
 def test_the_operators_commands_on_a_running_host(
