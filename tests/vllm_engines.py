@@ -27,7 +27,7 @@ STOP_WAIT_S = 60.0
 BLOCK_TOKENS = 32
 SHORT_WAITS = {
     "VLLM_PLUGINS": "kvadmit,kvadmit_bench_short_waits",
-    "PYTHONPATH": os.pathsep.join(PLUGIN_PATHS),
+    "PYTHONPATH": os.pathsep.join([*PLUGIN_PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]),
 }
 """Environment in which an engine's processes wait for each other as in the bench: with more
 spinning processes than cores some kernels let everybody else wait for seconds."""

@@ -21,6 +21,9 @@ from typing import Any
 
 from openai import OpenAI
 
+from integration.cluster import wait_until
+from integration.test_two_instances import books
+from kvadmit.errors import KvAdmitError
 from vllm_engines import BLOCK_TOKENS, SHORT_WAITS, START_WAIT_S, STOP_WAIT_S
 
 REQUEST_WAIT_S = 120.0
@@ -48,8 +51,22 @@ class ProcessTree:
 
     def kill(self, pid: int) -> None:
         """Send SIGKILL to one of them."""
+        self.send(pid, signal.SIGKILL)
+
+    def send(self, pid: int, number: signal.Signals) -> None:
+        """Send a signal to one of them, if it is still there."""
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptors[pid], signal.SIGKILL)
+            signal.pidfd_send_signal(self._descriptors[pid], number)
+
+    def send_all(self, number: signal.Signals) -> None:
+        """Send a signal to all that are still there."""
+        for pid in self._descriptors:
+            self.send(pid, number)
+
+    def have_ended(self) -> bool:
+        """Whether none of them is left."""
+        ended = select.select(list(self._descriptors.values()), [], [], 0)[0]
+        return len(ended) == len(self._descriptors)
 
     def wait_ended(self, wait_s: float, title: str = "") -> float:
         """Wait, bounded, for the end of all with `title` in theirs; returns how long it took."""
@@ -98,12 +115,13 @@ def _title(pid: int) -> str:
 
 
 class Server:
-    """One `vllm serve`. `flags`: what follows the model; `core`: where its worker computes.
+    """One `vllm serve`. `flags`: what follows the model; `core`: where its worker computes;
+    `environment`: more of it.
 
     Left to itself every vLLM on a machine of two cores computes on the first.
     """
 
-    def __init__(self, model: Path, flags: Sequence[str], *, core: int) -> None:
+    def __init__(self, model: Path, flags: Sequence[str], *, core: int, **environment: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self.model = str(model)
@@ -125,7 +143,8 @@ class Server:
                 "KVADMIT_CHECK": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": str(core),
             }
-            | SHORT_WAITS,
+            | SHORT_WAITS
+            | environment,
         )
         self.client = OpenAI(
             base_url=f"http://127.0.0.1:{self.port}/v1",
@@ -159,6 +178,17 @@ class Server:
             max_tokens=tokens,
             temperature=0,
             extra_body={"ignore_eos": True},
+        )
+
+    def stream(self, prompt: list[int], tokens: int) -> Any:
+        """Return the pieces of a greedy completion of exactly `tokens`, with their token ids."""
+        return self.client.completions.create(
+            model=self.model,
+            prompt=prompt,
+            max_tokens=tokens,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
         )
 
     def terminate(self) -> tuple[int, float]:
@@ -243,3 +273,22 @@ def held_bytes(run_dir: Path) -> dict[str, int]:
     """Return the bytes each instance holds, by name, as `kvadmit status` says."""
     snapshot = json.loads(command_line_status(run_dir, "--json"))
     return {name: one["held_bytes"]["host"] for name, one in snapshot["instances"].items()}
+
+
+def current_books(run_dir: Path) -> dict[str, Any]:
+    """Return the arbiter's snapshot, also in the moment in which one follows another."""
+    found: list[dict[str, Any]] = []
+
+    def answered() -> bool:
+        with contextlib.suppress(KvAdmitError):
+            found.append(books(run_dir))
+        return bool(found)
+
+    wait_until(answered, "an arbiter answers")
+    return found[0]
+
+
+def held(run_dir: Path, name: str) -> int:
+    """Return the bytes that the arbiter counts an instance for; 0 if it knows none."""
+    instance = current_books(run_dir)["instances"].get(name)
+    return 0 if instance is None else int(instance["held_bytes"]["host"])

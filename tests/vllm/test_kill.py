@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from integration.cluster import arbiter_pid, run_directory, wait_until
-from integration.test_two_instances import books
-from kvadmit.errors import KvAdmitError
 from kvadmit.rundir import RunDir
 from kvadmit.units import KIB, MIB
 from vllm_engines import (
@@ -25,7 +23,7 @@ from vllm_engines import (
     kvadmit,
     model_directory,
 )
-from vllm_servers import Load, ProcessTree, Server, serving
+from vllm_servers import Load, ProcessTree, Server, current_books, held, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -98,25 +96,6 @@ def finish(engine: EngineProcess) -> None:
     answer = engine.answer()
     assert answer["finish"] == ["length"] * REQUESTS, answer["stop"]
     assert {len(ids) for ids in answer["ids"]} == {TOKENS}
-
-
-def current_books(run_dir: Path) -> dict[str, Any]:
-    """Return the arbiter's snapshot, also in the moment in which one follows another."""
-    found: list[dict[str, Any]] = []
-
-    def answered() -> bool:
-        with contextlib.suppress(KvAdmitError):
-            found.append(books(run_dir))
-        return bool(found)
-
-    wait_until(answered, "an arbiter answers")
-    return found[0]
-
-
-def held(run_dir: Path, name: str) -> int:
-    """Return the bytes that the arbiter counts an instance for; 0 if it knows none."""
-    instance = current_books(run_dir)["instances"].get(name)
-    return 0 if instance is None else int(instance["held_bytes"]["host"])
 
 
 def wait_grown(run_dir: Path, name: str) -> None:

@@ -62,6 +62,8 @@ def _install_loaded() -> None:
         _install_frontend()
     if "vllm.v1.engine.async_llm" in sys.modules:
         _install_readiness()
+    if "vllm.entrypoints.launchers.api_server.entry" in sys.modules:
+        _install_exit_status()
 
 
 def _install_engine_core() -> None:
@@ -109,3 +111,11 @@ def _install_readiness() -> None:
     from kvadmit.vllm import readiness
 
     replace(AsyncLLM, "check_health", readiness.wrap_check_health)
+
+
+def _install_exit_status() -> None:
+    import vllm.entrypoints.launchers.api_server.entry as entry
+
+    from kvadmit.vllm import exit_status
+
+    replace(entry, "build_and_serve", exit_status.wrap_build_and_serve)

@@ -57,6 +57,7 @@ PLACES: tuple[Place, ...] = (
     Place("EngineCoreProc._process_engine_step", _CORE, "body"),
     Place("EngineCoreProc._handle_client_request", _CORE),
     Place("AsyncLLM.check_health", ("v1/engine/async_llm.py",)),
+    Place("build_and_serve", ("entrypoints/launchers/api_server/entry.py",)),
     Place("AsyncMPClient.call_utility_async", ("v1/engine/core_client.py",)),
     Place("OutputProcessor.process_outputs", ("v1/engine/output_processor.py",)),
     Place("RequestOutputCollector.put", ("v1/engine/output_processor.py",)),
