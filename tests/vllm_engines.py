@@ -31,7 +31,7 @@ SHORT_WAITS = {
 }
 """Environment in which an engine's processes wait for each other as in the bench: with more
 spinning processes than cores some kernels let everybody else wait for seconds."""
-CHILD = Path(__file__).parent / "vllm" / "engine_child.py"
+CHILDREN = Path(__file__).parent / "vllm"
 
 DENSE = TinyModel()
 WINDOWED = TinyModel(sliding_window=96)
@@ -70,14 +70,16 @@ def prompts(count: int = 64) -> list[list[int]]:
 
 
 class EngineProcess:
-    """One engine in a child process; `start` waits until it is up."""
+    """One engine in a child process, which runs `child`; `start` waits until it is up."""
 
-    def __init__(self, arguments: dict[str, Any], **environment: str) -> None:
+    def __init__(
+        self, arguments: dict[str, Any], *, child: str = "engine_child.py", **environment: str
+    ) -> None:
         read, write = os.pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `close`
         env = os.environ | {"VLLM_LOGGING_LEVEL": "INFO", "KVADMIT_CHECK": "1"} | environment
         self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), str(write), json.dumps(arguments)],
+            [sys.executable, str(CHILDREN / child), str(write), json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=self._log,

@@ -63,7 +63,9 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
         case "reset":
             return {"reset": llm.reset_prefix_cache()}
         case "differing":
-            return differing_elsewhere(llm)
+            return ask_elsewhere(llm, "tests_differing", _differing_in_worker)
+        case "started":
+            return ask_elsewhere(llm, "tests_started", _started_in_worker)
         case "another":
             other = make_engine(request["arguments"])
             answered = generate(other, request["prompts"], request["tokens"])
@@ -153,21 +155,25 @@ def status(llm: Any) -> dict[str, Any]:
     return found
 
 
-def differing_elsewhere(llm: Any) -> dict[str, Any]:
-    """Return what is replaced in EngineCore's and in each worker's process."""
+def ask_elsewhere(llm: Any, utility: str, of_worker: Any) -> dict[str, Any]:
+    """Return what EngineCore's and each worker's process answer."""
     client = llm.llm_engine.engine_core
     inside = getattr(client, "engine_core", None)
     return {
-        "engine_core": inside.tests_differing()
+        "engine_core": getattr(inside, utility)()
         if inside is not None
-        else client.call_utility("tests_differing"),
-        "workers": llm.collective_rpc(_differing_in_worker),
+        else client.call_utility(utility),
+        "workers": llm.collective_rpc(of_worker),
     }
 
 
 def _differing_in_worker(worker: Any) -> list[str]:
     found: list[str] = importlib.import_module("differing_plugin").differing()
     return found
+
+
+def _started_in_worker(worker: Any) -> str:
+    return str(importlib.import_module("differing_plugin").started())
 
 
 if __name__ == "__main__":

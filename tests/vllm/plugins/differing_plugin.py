@@ -1,4 +1,4 @@
-"""Says which attributes of vLLM are replaced by kvadmit's in the process that asks.
+"""Says which attributes of vLLM are replaced in the process that asks, and how it was started.
 
 Also a plugin of the tests' own, so that EngineCore can be asked.
 """
@@ -20,18 +20,29 @@ PACKAGE = str(Path(kvadmit.__file__).parent)
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`: give EngineCore a method that answers."""
+    """Entry point of `vllm.general_plugins`: give EngineCore methods that answer."""
     if os.environ.get(KEEP_OUT) and multiprocessing.parent_process() is not None:
         os.environ["VLLM_PLUGINS"] = "none"
     if "vllm.v1.engine.core" in sys.modules:
         from vllm.v1.engine.core import EngineCore
 
         EngineCore.tests_differing = tests_differing
+        EngineCore.tests_started = tests_started
 
 
 def tests_differing(self: Any) -> list[str]:
     """Answer for EngineCore's process."""
     return differing()
+
+
+def tests_started(self: Any) -> str:
+    """Answer for EngineCore's process."""
+    return started()
+
+
+def started() -> str:
+    """Return the class of this process, which says how it was started."""
+    return type(multiprocessing.current_process()).__name__
 
 
 def differing() -> list[str]:
