@@ -59,7 +59,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "observe",
     ),
     "shell": ("coordinator", "agent", "arbiter"),
-    "door": ("vllm", "cli", "doctor", "__main__"),
+    "door": ("vllm", "cli", "doctor", "arbiter_process", "__main__"),
     "fake": ("testing",),
 }
 """Layer -> modules; a package stands for all modules in it."""

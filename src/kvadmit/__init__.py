@@ -22,8 +22,8 @@ ZeroMQ sockets and lease lines, the run directory, counters.
 Shells (`coordinator`, `agent`, `arbiter`): one thread or process each, which owns a
 machine, runs its effects in order and feeds every completion back as an event.
 
-Doors (`vllm`, `cli`): how users come in. The plugin with its hooks into vLLM, and the
-operator's commands.
+Doors (`vllm`, `cli`, `arbiter_process`): how users come in. The plugin with its hooks into vLLM,
+the operator's commands, and the process that becomes the arbiter.
 
 Fakes (`testing`): a memory driver made of arithmetic and what else the tests and the
 simulator stand on.

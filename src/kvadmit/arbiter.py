@@ -1,14 +1,11 @@
 """The arbiter: the shell around the arbitration machine, one process per host.
 
-Owns: the arbiter's lock, its epoch, its sockets and the loop they run on. Must not know:
-who should get what. Started by the first instance (`rendezvous`), it ends a few seconds
-after the last one left. `python -m kvadmit.arbiter --run-dir DIR` detaches itself; when
-another process holds the lock it ends at once, quietly, with exit code 0.
+Owns: its epoch, its sockets and the loop they run on. Must not know: who should get what, or
+how its process came about (`arbiter_process`). It ends a few seconds after the last instance left.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -16,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import uvloop
 
@@ -28,7 +25,7 @@ from kvadmit.messages import Bye, Header, Hello, Message, Refused, Report, Statu
 from kvadmit.observe import Trace
 from kvadmit.postmortem import write_trace
 from kvadmit.processes import preempt_as_usual
-from kvadmit.rundir import ArbiterLock, RunDir, new_incarnation
+from kvadmit.rundir import RunDir, new_incarnation
 from kvadmit.timers import LoopTimers
 
 logger = logging.getLogger("kvadmit.arbiter")
@@ -161,52 +158,28 @@ class Arbiter:
             self._ended.set_exception(error)
 
 
-async def _serve(run: RunDir, options: argparse.Namespace) -> None:
-    arbiter = Arbiter(run, reclaim_s=options.reclaim_s, epoch_seen=options.epoch_seen)
-    if options.ready_fd is not None:
-        with contextlib.suppress(BrokenPipeError):  # whoever started us is gone: others may come
-            os.write(options.ready_fd, b"\1")
-        os.close(options.ready_fd)
-    await arbiter.serve()
+def run_arbiter(run: RunDir, *, reclaim_s: float, epoch_seen: int, ready_fd: int | None) -> int:
+    """Be the arbiter of `run`, whose lock the caller holds, until nobody is left.
 
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m kvadmit.arbiter",
-        description="Arbitrate memory between the instances of a host. Started by them.",
-    )
-    parser.add_argument("--run-dir", required=True, help="the instances' run directory")
-    parser.add_argument("--reclaim-s", type=float, default=5.0, help="time a victim may take")
-    parser.add_argument("--epoch-seen", type=int, default=0, help="newest epoch known elsewhere")
-    parser.add_argument("--ready-fd", type=int, help="gets one byte once the sockets are bound")
-    parser.add_argument("--foreground", action="store_true", help="stay a child of the caller")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the arbiter unless somebody else is it; return the exit code."""
-    options = _parse(arguments)
-    if not options.foreground and os.fork():
-        os._exit(0)  # our child lives on without the instance that started it as its parent
+    Returns the exit code. `ready_fd` gets one byte once the sockets are bound, and is closed.
+    """
     preempt_as_usual()
-    os.chdir("/")
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(process)d %(message)s"
     )
-    run = RunDir.open(options.run_dir)
-    lock = ArbiterLock(run)
-    if not lock.try_acquire():
-        return 0
+
+    async def serve() -> None:
+        arbiter = Arbiter(run, reclaim_s=reclaim_s, epoch_seen=epoch_seen)
+        if ready_fd is not None:
+            with contextlib.suppress(BrokenPipeError):  # whoever started us is gone
+                os.write(ready_fd, b"\1")
+            os.close(ready_fd)
+        await arbiter.serve()
+
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(run, options))
+            runner.run(serve())
     except Exception:
         logger.critical("the arbiter failed", exc_info=True)
         return 1
-    finally:
-        lock.release()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -221,7 +221,7 @@ def _no_answer(run: RunDir, error: KvAdmitError) -> Finding:
 def _other_arbiters(here: str) -> Finding:
     """Look at this host's processes for arbiters of other run directories than `here`."""
     others = []
-    for pid, arguments in sorted(find_processes("kvadmit.arbiter").items()):
+    for pid, arguments in sorted(find_processes("kvadmit.arbiter_process").items()):
         for argument in arguments:
             key, _, run_dir = argument.partition("=")
             if key == "--run-dir" and not _serves(pid, run_dir, here):

@@ -3,10 +3,10 @@
 Owns: the channel and lease line to the arbiter, finding it again after a loss, and the
 launch of its process. Must not know: what is said over the channel.
 
-Nobody can signal that a new arbiter exists, so after a failed try there is a pause, doubled
-each time up to PAUSE_S_MAX. The first try after the loss of a sound arbiter is made at once:
-whoever loses the race for the lock then finds the winner. Each connection has a routing id of
-its own, the incarnation and a count, since identities are never reused.
+Nobody can signal that a new arbiter exists, so after a failed try there is a pause, longer by
+half each time up to PAUSE_S_MAX. The first try after the loss of a sound arbiter is made at
+once: whoever loses the race for the lock then finds the winner. Each connection has a routing
+id of its own, the incarnation and a count, since identities are never reused.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class ArbiterChannel:
                     pause_s = PAUSE_S_MIN
                     continue  # it was a sound one: look for its successor at once
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+            pause_s = min(1.5 * pause_s, PAUSE_S_MAX)
 
     async def _connect(self) -> None:
         """Open a channel to the arbiter of the newest epoch, started here if need be."""
@@ -187,6 +187,8 @@ class ArbiterChannel:
         It detaches itself (its parent is not this process), so that it outlives us. Raises
         PeerTimeoutError when it neither binds nor ends in LAUNCH_WAIT_S.
         """
+        if ArbiterLock(self._run).is_taken():
+            return False  # its process may be starting: one more would only slow it down
         loop = asyncio.get_running_loop()
         read, write = os.pipe()
         told = asyncio.Event()
@@ -217,7 +219,7 @@ class ArbiterChannel:
             sys.executable,
             "-P",  # no module of the working directory takes the place of a real one
             "-m",
-            "kvadmit.arbiter",
+            "kvadmit.arbiter_process",
             f"--run-dir={self._run.path}",
             f"--reclaim-s={self._reclaim_s}",
             f"--epoch-seen={self._newest_epoch()}",

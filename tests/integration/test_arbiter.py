@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,8 +36,8 @@ from kvadmit.errors import PeerLostError, PeerTimeoutError
 from kvadmit.lease import LeaseLine
 from kvadmit.messages import DeviceReading, Headroom, Hello, Message, Refused, StatusQuery, Welcome
 from kvadmit.processes import find_processes, is_stopped
-from kvadmit.rendezvous import ask_status, log_path
-from kvadmit.rundir import RunDir, new_incarnation
+from kvadmit.rendezvous import ArbiterChannel, ask_status, log_path
+from kvadmit.rundir import ArbiterLock, RunDir, new_incarnation
 
 
 @contextmanager
@@ -46,7 +48,7 @@ def arbiter(run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
         [
             sys.executable,
             "-m",
-            "kvadmit.arbiter",
+            "kvadmit.arbiter_process",
             f"--run-dir={run_dir}",
             f"--ready-fd={write}",
             "--foreground",
@@ -103,6 +105,61 @@ def test_at_most_one_and_the_second_gives_way_quietly(run_dir: Path) -> None:
             assert second.wait(WAIT_S) == 0
         assert first.poll() is None
         assert RunDir.open(str(run_dir)).epoch() == 1
+
+
+def test_the_second_gives_way_before_it_has_imported_what_an_arbiter_needs(run_dir: Path) -> None:
+    """All survivors start one at once, and imports are what their takeover waits for."""
+    run = RunDir.open(str(run_dir))
+    lock = ArbiterLock(run)
+    assert lock.try_acquire()
+    code = (
+        "import sys; from kvadmit import arbiter_process; "
+        f"assert arbiter_process.main(['--run-dir={run_dir}', '--foreground']) == 0; "
+        "sys.exit(bool({'asyncio', 'zmq', 'uvloop', 'msgspec'} & sys.modules.keys()))"
+    )
+    try:
+        assert subprocess.run([sys.executable, "-c", code], timeout=WAIT_S).returncode == 0
+    finally:
+        lock.release()
+
+
+@pytest.mark.asyncio
+async def test_while_another_has_the_lock_no_process_is_started_and_then_one_is(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.open(str(run_dir))
+    lock = ArbiterLock(run)
+    assert lock.try_acquire()
+    started: list[float] = []
+    start_process = ArbiterChannel._start_process
+
+    def count(channel: ArbiterChannel, ready: int) -> subprocess.Popen[bytes]:
+        started.append(time.monotonic())
+        return start_process(channel, ready)
+
+    monkeypatch.setattr(ArbiterChannel, "_start_process", count)
+    found, tried = asyncio.Event(), asyncio.Semaphore(0)
+    channel = ArbiterChannel(
+        run,
+        new_incarnation("peer"),
+        reclaim_s=5.0,
+        newest_epoch=lambda: 0,
+        on_found=found.set,
+        on_lost=lambda: None,
+        on_message=lambda message: None,
+        on_trouble=lambda error: tried.release(),
+    )
+    try:
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(3):
+                await tried.acquire()
+            assert not started
+            lock.release()
+            await found.wait()
+        assert len(started) == 1
+    finally:
+        lock.release()
+        await channel.leave()
 
 
 def test_it_ends_when_nobody_comes(run_dir: Path) -> None:
@@ -340,7 +397,7 @@ def test_doctor_names_an_arbiter_of_another_run_directory(
 
 
 def test_doctor_takes_no_process_that_only_names_an_arbiter_for_one() -> None:
-    words = ["kvadmit.arbiter", "--run-dir=/elsewhere"]
+    words = ["kvadmit.arbiter_process", "--run-dir=/elsewhere"]
     sleeper = subprocess.Popen(
         [sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )

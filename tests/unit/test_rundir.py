@@ -244,6 +244,19 @@ def test_killed_holder_frees_the_lock(run: RunDir, hold: Callable[[str], Holder]
     lock.release()
 
 
+def test_a_taken_lock_is_seen_by_others_without_taking_it(
+    run: RunDir, hold: Callable[[str], Holder]
+) -> None:
+    lock = ArbiterLock(run)
+    assert not lock.is_taken()
+    holder = hold("lock = ArbiterLock(run); assert lock.try_acquire()")
+    assert [lock.is_taken() for _ in range(5)] == [True] * 5, "nobody accepts who looks"
+    holder.kill()
+    assert not lock.is_taken()
+    assert lock.try_acquire()
+    lock.release()
+
+
 def test_deleted_directory_makes_no_second_arbiter(
     run: RunDir, hold: Callable[[str], Holder]
 ) -> None:
