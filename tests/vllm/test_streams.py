@@ -116,13 +116,13 @@ class Scene:
         self.pressure = Pressure(pair.neighbour, workload(3), TOKENS)
         wait_until(lambda: "neighbour" in current_books(pair.run_dir)["waiting"], "it waits")
         assert self.requests.done == 0, "the victim's requests end too soon"
-        self.chain.wait_token()
+        self.chain.wait_tokens()
         return self.pressure
 
     def finish(self) -> None:
         """Let the neighbour's requests end; fails if a single one did not end well."""
         assert self.pressure is not None
-        self.chain.wait_token()
+        self.chain.wait_tokens()
         self.pressure.finish()
         assert self.stream.done == 0, "the stream is too short for what happened beside it"
         self.chain.add("neighbour finished")
@@ -159,7 +159,7 @@ def test_all_finish_after_a_stopped_worker_goes_on_and_a_stream_meanwhile(
     chain.watch("answered", lambda: pressure.answered >= answered + REQUESTS)
     for milestone in ("late", "answered"):
         chain.wait(milestone)
-    chain.wait_token()
+    chain.wait_tokens()
     assert is_stopped(worker)
     assert scene.requests.done == 0, "their worker was stopped"
     assert two.neighbour.get("/health") == ""
