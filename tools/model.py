@@ -3,8 +3,9 @@
     python tools/model.py [--states N] [--jobs N] [--json FILE]
 
 The hosts are those of `kvadmit.testing.exhaustive`: the production machines with two instances of
-two ranks and three extents each. Every state keeps the invariants, and nobody waits for ever. Exits
-1 if a rule is broken (the moves that lead to it are printed) or a search did not reach its end.
+two ranks and three extents each, or what the name of a model says. Every state keeps the
+invariants, and nobody waits for ever. Exits 1 if a rule is broken (the moves that lead to it are
+printed) or a search did not reach its end. A long search says on stderr how far it is.
 
 Owns: which hosts are searched, and the report. Must not know: how a search goes.
 """
@@ -26,10 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.colocated.result import commit, hardware, versions
 
-from kvadmit.testing.exhaustive import Budget, Model, search
+from kvadmit.testing.exhaustive import Budget, Found, Model, search
 
 GROWTH = ((0, 1),)
+CONTENTION = ((0, 1), (1, 1), (0, 0))
+"""The second needs what the first took, and gets it once the first is done."""
 MODELS = {
+    "everything at once": Model(script=GROWTH, budget=Budget(losses=2, repeats=1, crashes=1)),
     "one growth": Model(script=GROWTH),
     "one growth of two extents": Model(script=((0, 2),)),
     "a message lost": Model(script=GROWTH, budget=Budget(losses=1)),
@@ -37,9 +41,20 @@ MODELS = {
     "a message repeated": Model(script=GROWTH, budget=Budget(repeats=1)),
     "one lost, one repeated": Model(script=GROWTH, budget=Budget(losses=1, repeats=1)),
     "an instance dies": Model(script=GROWTH, budget=Budget(crashes=1)),
+    "one lost, an instance dies": Model(script=GROWTH, budget=Budget(losses=1, crashes=1)),
     "growth and shrink": Model(script=((0, 1), (0, 0))),
+    "contention": Model(capacity=3, script=CONTENTION),
+    "memory of the dead": Model(capacity=3, script=((1, 2),), budget=Budget(crashes=1)),
+    "one rank each, contention": Model(devices=1, capacity=3, script=CONTENTION),
+    "one rank each, one lost": Model(
+        devices=1, capacity=3, script=CONTENTION, budget=Budget(losses=1)
+    ),
+    "one rank each, all but repeats": Model(
+        devices=1, capacity=3, script=((1, 2),), budget=Budget(losses=1, crashes=1)
+    ),
 }
-STATES_MAX = 400_000
+"""The longest first: with two jobs it sets how long all take."""
+STATES_MAX = 4_000_000
 
 
 def main() -> int:
@@ -83,10 +98,21 @@ def searched(name: str, states_max: int) -> dict[str, Any]:
     """Search one model; returns what was found as plain data."""
     began_s = time.monotonic()
     model = MODELS[name]
-    found = search(model, states_max)
+
+    def progress(so_far: Found, frontier: int) -> None:
+        rate = so_far.states / (time.monotonic() - began_s)
+        print(
+            f"  {name}: {so_far.states:,} states, {frontier:,} not yet left, {rate:,.0f} states/s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    found = search(model, states_max, progress)
     return {
         "name": name,
         "script": model.script,
+        "devices": model.devices,
+        "capacity": model.capacity,
         "budget": msgspec.to_builtins(model.budget),
         **msgspec.to_builtins(found),
         "seconds": round(time.monotonic() - began_s, 1),
@@ -97,7 +123,9 @@ def show(row: dict[str, Any]) -> None:
     """Print one line for a search, and the shortest way to what broke."""
     end = "to the end" if row["complete"] else "NOT to the end"
     print(
-        f"{row['name']:28}{row['states']:>10,} states{row['moves']:>12,} moves  {end}, "
+        f"{row['name']:31}{row['states']:>10,} states{row['moves']:>12,} moves, "
+        f"{row['budget']['losses']} lost, {row['budget']['repeats']} repeated, "
+        f"{row['budget']['crashes']} dead: {end}, "
         f"{len(row['broken'])} broken, {row['deadlocks']} deadlocks, {row['seconds']} s",
         flush=True,
     )

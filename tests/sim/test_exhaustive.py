@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 
-from kvadmit import group, orders, reports
-from kvadmit.testing.exhaustive import Budget, Host, Model, search
-from kvadmit.testing.fingerprints import fingerprint
+from kvadmit import arbitration, group, orders, reports
+from kvadmit.testing import exhaustive
+from kvadmit.testing.exhaustive import Budget, Found, Host, Model, search
+from kvadmit.testing.fingerprints import Catalogue, Piece
 
 ONE_GROWTH = ((0, 1),)
-STATES_MAX = 20_000
+CONTENTION = ((0, 1), (1, 1), (0, 0))
+HEIR = Model(devices=1, capacity=3, script=((1, 2),), budget=Budget(crashes=1))
+"""Only the memory of the other, who dies, makes its need fit."""
+STATES_MAX = 60_000
 
 
 @pytest.mark.parametrize(
     "budget",
-    [Budget(), Budget(losses=1), Budget(repeats=1)],
-    ids=["kind", "a message lost", "a message repeated"],
+    [
+        Budget(),
+        Budget(losses=1),
+        Budget(repeats=1),
+        Budget(losses=1, repeats=1),
+        Budget(crashes=1),
+        Budget(losses=1, crashes=1),
+    ],
+    ids=["kind", "lost", "repeated", "lost and repeated", "dead", "lost and dead"],
 )
 def test_one_growth_in_every_order(budget: Budget) -> None:
     found = search(Model(script=ONE_GROWTH, budget=budget), STATES_MAX)
+    assert found.complete
+    assert not found.broken
+    assert found.ends > 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Model(devices=1, capacity=3, script=CONTENTION), HEIR],
+    ids=["given back", "left by the dead"],
+)
+def test_who_waits_gets_the_memory_of_the_other_in_every_order(model: Model) -> None:
+    found = search(model, STATES_MAX)
     assert found.complete
     assert not found.broken
     assert found.ends > 0
@@ -41,11 +67,96 @@ def test_a_lost_message_that_nobody_repeats_is_a_deadlock(monkeypatch: pytest.Mo
     assert found.deadlocks > 0
 
 
+def test_a_device_that_is_read_for_ever_without_a_grant_is_a_deadlock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arbitration.Arbitration, "_take_readings", lambda *_: None)
+    found = search(HEIR, STATES_MAX)
+    assert found.complete, "time that passes in vain has an end"
+    assert found.deadlocks > 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Model(script=ONE_GROWTH, budget=Budget(losses=1)), HEIR],
+    ids=["a message lost", "an instance dies"],
+)
+def test_what_is_remembered_is_what_would_happen_again(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remembered = search(model, STATES_MAX)
+
+    def happens(
+        self: Catalogue, part: Piece, name: str, does: str, *given: Any
+    ) -> tuple[Piece, list[tuple[str, Piece]]]:
+        value = copy.deepcopy(part.value)
+        arguments = [each.value if isinstance(each, Piece) else each for each in given]
+        sent = getattr(value, does)(*arguments)
+        self._pieces.clear()
+        return self.piece(value, name), [(link, self.piece(said, link)) for link, said in sent]
+
+    monkeypatch.setattr(Catalogue, "after", happens)
+    assert search(model, STATES_MAX) == remembered
+
+
+def test_whatever_may_go_wrong_is_among_the_moves() -> None:
+    host = Host(Model(script=ONE_GROWTH, budget=Budget(losses=1, repeats=1, crashes=1)))
+    host.move("load")
+    assert set(host.moves()) == {
+        "arrive i0 arbiter",
+        "lose i0 arbiter",
+        "repeat i0 arbiter",
+        "crash i0",
+        "crash i1",
+    }
+    host.move("crash i0")
+    assert set(host.moves()) == {
+        "arrive i0 arbiter",
+        "lose i0 arbiter",
+        "repeat i0 arbiter",
+        "arrive i0 lease",
+        "end i0 r0i0",
+        "end i0 r1i0",
+    }
+    host.move("arrive i0 lease")
+    assert set(host.moves()) == {"end i0 r0i0", "end i0 r1i0"}
+
+
 def test_the_way_to_a_state_does_not_count_but_what_it_holds_does() -> None:
-    hosts = [Host(Model(script=((0, 1), (1, 1)))) for _ in range(3)]
-    assert fingerprint(hosts[0]) == fingerprint(hosts[1])
-    for host in hosts[:2]:
+    start = Host(Model(script=((0, 1), (1, 1))))
+    hosts = [start.copy() for _ in range(2)]
+    assert hosts[0].fingerprint() == start.fingerprint()
+    for host in hosts:
         host.move("load")
-    assert fingerprint(hosts[0]) == fingerprint(hosts[1]) != fingerprint(hosts[2])
+    assert hosts[0].fingerprint() == hosts[1].fingerprint() != start.fingerprint()
+    hosts[0].move("load")
     hosts[0].links = dict(reversed(hosts[0].links.items()))
-    assert fingerprint(hosts[0]) == fingerprint(hosts[1])
+    hosts[1].move("load")
+    assert hosts[0].fingerprint() == hosts[1].fingerprint()
+
+
+def test_whose_need_is_older_counts_but_not_how_old_it_is() -> None:
+    def told(first: int, second: int) -> bytes:
+        host = start.copy()
+        arbiter = copy.deepcopy(host.parts["arbiter"].value)
+        for name, order in (("i0", first), ("i1", second)):
+            arbiter.machine.instances[name].order = order
+        host.parts["arbiter"] = host.catalogue.piece(arbiter, "arbiter")
+        return host.fingerprint()
+
+    start = Host(Model())
+    assert told(1, 2) == told(3, 7)
+    assert len({told(1, 2), told(2, 1), told(0, 1), told(1, 0), told(0, 0)}) == 5
+
+
+def test_a_long_search_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exhaustive, "PROGRESS_S", 0.0)
+    told: list[int] = []
+
+    def progress(found: Found, frontier: int) -> None:
+        assert frontier > 0
+        told.append(found.states)
+
+    found = search(Model(script=ONE_GROWTH), STATES_MAX, progress)
+    assert told == sorted(told)
+    assert told[0] < told[-1] <= found.states
