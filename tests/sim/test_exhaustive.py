@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import pytest
@@ -97,6 +98,41 @@ def test_what_is_remembered_is_what_would_happen_again(
 
     monkeypatch.setattr(Catalogue, "after", happens)
     assert search(model, STATES_MAX) == remembered
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Model(script=ONE_GROWTH, budget=Budget(losses=1)),
+        Model(script=ONE_GROWTH, budget=Budget(repeats=1)),
+        HEIR,
+        Model(devices=1, capacity=3, script=CONTENTION),
+    ],
+    ids=["lost", "repeated", "dead", "contention"],
+)
+def test_hosts_of_one_fingerprint_can_do_the_same_and_stay_of_one(model: Model) -> None:
+    begin = Host(model)
+    seen, left = {_everything(begin)}, deque([begin])
+    leads: dict[bytes, dict[str, bytes]] = {}
+    while left:
+        state, to = left.popleft(), {}
+        for name in state.moves():
+            host = state.copy()
+            host.move(name)
+            to[name] = host.fingerprint()
+            if _everything(host) not in seen:
+                seen.add(_everything(host))
+                left.append(host)
+        assert leads.setdefault(state.fingerprint(), to) == to
+    assert len(leads) < len(seen)
+    assert len(leads) == search(model, STATES_MAX).states
+
+
+def _everything(host: Host) -> tuple[object, ...]:
+    """Return all that `host` is, with every number as it stands: pieces are equal if the same."""
+    links = tuple(sorted(host.links.items(), key=lambda item: item[0]))
+    budget = (host.losses, host.repeats, host.crashes)
+    return tuple(host.parts.items()), links, budget, host.script, host.now_s, host.fired
 
 
 def test_whatever_may_go_wrong_is_among_the_moves() -> None:
