@@ -3,7 +3,7 @@
     python tools/model.py [--states N] [--jobs N] [--json FILE]
 
 The hosts are those of `kvadmit.testing.exhaustive`: the production machines with two instances of
-two ranks and three extents each, or what the name of a model says. Every state keeps the
+two ranks and three extents each (one rank where the name says so). Every state keeps the
 invariants, and nobody waits for ever. Exits 1 if a rule is broken (the moves that lead to it are
 printed) or a search did not reach its end. A long search says on stderr how far it is.
 
@@ -44,16 +44,13 @@ MODELS = {
     "one lost, an instance dies": Model(script=GROWTH, budget=Budget(losses=1, crashes=1)),
     "growth and shrink": Model(script=((0, 1), (0, 0))),
     "contention": Model(capacity=3, script=CONTENTION),
+    "contention, one lost": Model(capacity=3, script=CONTENTION, budget=Budget(losses=1)),
     "memory of the dead": Model(capacity=3, script=((1, 2),), budget=Budget(crashes=1)),
-    "one rank each, contention": Model(devices=1, capacity=3, script=CONTENTION),
-    "one rank each, one lost": Model(
-        devices=1, capacity=3, script=CONTENTION, budget=Budget(losses=1)
-    ),
-    "one rank each, all but repeats": Model(
+    "the same of one rank, one lost": Model(
         devices=1, capacity=3, script=((1, 2),), budget=Budget(losses=1, crashes=1)
     ),
 }
-"""The longest first: with two jobs it sets how long all take."""
+"""The longest first: it sets how long all take together."""
 STATES_MAX = 4_000_000
 
 
