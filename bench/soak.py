@@ -7,8 +7,10 @@
 Bursts of requests go to every instance all the time, a quarter of them with tokens that are known
 from stock vLLM. Meanwhile one process after another gets SIGKILL (a front end, an engine core, a
 worker, the arbiter) or is stopped for a while; a struck instance is started again beside others.
-Every few minutes the load pauses, and books, files, descriptors and bytes are looked at. Exits 1
-unless nothing was lost but what was under way in a killed instance, and nothing is left over.
+After a kill the arbiter's status is looked at every 50 ms, until another arbiter has all reports
+or the memory can be granted. Every few minutes the load pauses, and books, files, descriptors and
+bytes are looked at. Exits 1 unless nothing was lost but what was under way in a killed instance,
+and nothing is left over.
 """
 
 from __future__ import annotations
@@ -117,6 +119,12 @@ def show(report: dict[str, Any], console: Console) -> None:
         ("failed outside", f"{report['failed_outside_victims']}"),
         ("with known tokens / differing", f"{report['fixtures']:,} / {report['differing_tokens']}"),
         ("longest silence of a neighbour", f"{report['longest_silence_s']:.2f} s"),
+        ("killed to back, median / worst", ""),
+        ("  an arbiter with all reports", as_times(report["arbiter_back_s"])),
+        *(
+            (f"  memory, by {role}", as_times(times))
+            for role, times in report["memory_back_s"].items()
+        ),
         ("left: bytes", f"{report['leaked_bytes']}"),
         ("left: descriptors", f"{report['leaked_fds']}"),
         ("left: files", f"{report['leaked_files']} (and {report['engine_files']} of vLLM's own)"),
@@ -132,6 +140,11 @@ def show(report: dict[str, Any], console: Console) -> None:
 def in_words(counts: dict[str, int]) -> str:
     """Return counts by role in words."""
     return ", ".join(f"{count} x {role}" for role, count in counts.items()) or "none"
+
+
+def as_times(found: dict[str, Any] | None) -> str:
+    """Return median and worst in words."""
+    return f"{found['median']:.2f} / {found['worst']:.2f} s" if found else "nobody was killed"
 
 
 async def soak(options: argparse.Namespace, console: Console) -> dict[str, Any]:

@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from bench.colocated import blows, leftovers
+from bench.colocated import blows, leftovers, recovery
 from bench.colocated.blows import Blow, Role
 from bench.colocated.fleet import InstanceError
 from bench.colocated.setup import Setup
@@ -64,6 +64,9 @@ class Siege:
         """Time, and bytes held by each instance, None while it is not there."""
         self._began_s = 0.0
         self._ends_s = 0.0
+        self._arbiter_back_s: list[float] = []
+        self._memory_back_s: dict[Role, list[float]] = {}
+        """By which process of an instance was killed."""
         self._rounds = 0
         self._arbiters: set[psutil.Process] = set()
         """All that were seen: in the end none of them may be left."""
@@ -136,11 +139,18 @@ class Siege:
                 process.kill()
             # Unless it was hit, the front end ends when told to, and its helpers with it.
             own = [one for one in everything if role == "front end" or one.pid not in ends_later]
-            self._lingering += await blows.until_gone(own)
-            self._lingering += await tenant.bury()
-            await asyncio.sleep(dice.uniform(0, 3))
-            await tenant.start()
+            pause_s = dice.uniform(0, 3)
+            await asyncio.gather(
+                self._start_again(tenant, own, pause_s),
+                self._time_memory(role, {one.pid for one in everything}),
+            )
             await asyncio.sleep(dice.uniform(*UNHURT_S))
+
+    async def _start_again(self, tenant: Tenant, own: list[psutil.Process], pause_s: float) -> None:
+        self._lingering += await blows.until_gone(own)
+        self._lingering += await tenant.bury()
+        await asyncio.sleep(pause_s)
+        await tenant.start()
 
     async def _strike_others(self, until_s: float, dice: random.Random) -> None:
         while time.monotonic() < until_s:
@@ -158,8 +168,39 @@ class Siege:
             if kill:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
+                await self._time_arbiter(process)
             else:
                 await blows.freeze(process)
+
+    async def _time_memory(self, role: Role, pids: set[int]) -> None:
+        """Time until what the processes `pids`, one of them just killed, held can be granted.
+
+        Less the time for which another process was stopped: it may be the one that must answer.
+        """
+        killed_s = time.monotonic()
+        await recovery.until(
+            lambda snapshot: recovery.memory_is_back(snapshot, pids, killed_s),
+            self._run,
+            what="the memory of a killed instance",
+        )
+        back_s = time.monotonic()
+        took_s = back_s - killed_s - self._stopped_s(killed_s, back_s)
+        self._memory_back_s.setdefault(role, []).append(round(took_s, 3))
+
+    async def _time_arbiter(self, killed: psutil.Process) -> None:
+        """Time until another arbiter than the one just `killed` has all reports."""
+        if not any(tenant.up for tenant in self._tenants):
+            return  # the next instance that starts will start one
+        killed_s = time.monotonic()
+        await recovery.until(
+            lambda snapshot: (
+                snapshot["pid"] != killed.pid
+                and recovery.all_reported(snapshot, {t.name for t in self._tenants if t.up})
+            ),
+            self._run,
+            what="the arbiter",
+        )
+        self._arbiter_back_s.append(round(time.monotonic() - killed_s, 3))
 
     async def _find(self, role: Role, tenant: Tenant | None) -> psutil.Process | None:
         """Return the process to hit; None while an arbiter that could name it is missing."""
@@ -287,6 +328,10 @@ class Siege:
             "fixtures": tally.fixtures,
             "differing_tokens": tally.differing,
             "longest_silence_s": round(self._longest_silence_s(), 3),
+            "arbiter_back_s": recovery.figures(self._arbiter_back_s),
+            "memory_back_s": {
+                role: recovery.figures(times_s) for role, times_s in self._memory_back_s.items()
+            },
             "leaked_bytes": self._leaked_bytes,
             "leaked_fds": sum(self._grown.values()),
             "leaked_files": len(files),
@@ -305,16 +350,22 @@ class Siege:
 
     def _longest_silence_s(self) -> float:
         """Of an instance, less the time for which a process of its own was stopped."""
-        own = [(b.name, b.at_s + self._began_s) for b in self._blows if not b.killed and b.name]
         longest_s = 0.0
         for name, begin_s, end_s in self._tally.silences:
-            stopped_s = sum(
-                max(0.0, min(end_s, at_s + blows.FREEZE_S) - max(begin_s, at_s))
-                for stopped, at_s in own
-                if stopped == name
-            )
+            stopped_s = self._stopped_s(begin_s, end_s, {name})
             longest_s = max(longest_s, end_s - begin_s - stopped_s)
         return longest_s
+
+    def _stopped_s(self, begin_s: float, end_s: float, names: Collection[str] = ()) -> float:
+        """Return for how long of this time a process was stopped, of `names` if some are given."""
+        began = [
+            blow.at_s + self._began_s
+            for blow in self._blows
+            if not blow.killed and (not names or blow.name in names)
+        ]
+        return sum(
+            max(0.0, min(end_s, at_s + blows.FREEZE_S) - max(begin_s, at_s)) for at_s in began
+        )
 
 
 def by_role(struck: list[Blow]) -> dict[str, int]:

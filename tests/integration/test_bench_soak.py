@@ -14,7 +14,8 @@ import pytest
 from bench.soak import is_clean
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = "--engine sim --minutes 0.4 --instances 2 --tp 2 --pool 8MiB --seed 3"
+FLAGS = "--engine sim --minutes 0.4 --instances 2 --tp 2 --pool 8MiB --seed 4435"
+"""A seed that kills an arbiter while both serve, then a front end, and one more instance."""
 
 
 @pytest.mark.slow
@@ -31,6 +32,15 @@ def test_killed_instances_lose_their_own_requests_only_and_leave_nothing(tmp_pat
     assert found["requests"] > 50
     assert found["lost_with_victims"] > 0
     assert found["fixtures"] >= 24
+    arbiters = found["arbiter_back_s"]
+    assert 1 <= len(arbiters["all"]) <= found["killed"]["arbiter"]
+    assert 0 < arbiters["median"] <= arbiters["worst"]
+    ended = {role: count for role, count in found["killed"].items() if role != "arbiter"}
+    assert {role: len(f["all"]) for role, f in found["memory_back_s"].items()} == ended
+    for figures in found["memory_back_s"].values():
+        assert 0 < figures["median"] <= figures["worst"]
+    assert "an arbiter with all reports" in done.stdout
+    assert "memory, by front end" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
