@@ -309,6 +309,21 @@ MUTANTS = (
         ARBITRATION,
     ),
     Mutant(
+        "a new arbiter gives away before all that live have reported",
+        "arbitration.py",
+        "        return not self._awaited\n",
+        "        return True\n",
+        ARBITRATION,
+        row=ARBITER_GONE,
+    ),
+    Mutant(
+        "who never comes again is awaited for ever",
+        "arbitration.py",
+        "                self._awaited.clear()\n",
+        "                pass\n",
+        ARBITRATION,
+    ),
+    Mutant(
         "what the dead had is read for soon for ever",
         "arbitration.py",
         "            self.devices[device].reads_left -= 1\n",

@@ -43,7 +43,9 @@ class Arbiter:
         # Stored before anything is bound: no two lives share a socket name.
         self.epoch = run.next_epoch(epoch_seen)
         run.sweep()
-        self._machine = arbitration.Arbitration(epoch=self.epoch, reclaim_s=reclaim_s)
+        self._machine = arbitration.Arbitration(
+            epoch=self.epoch, reclaim_s=reclaim_s, awaited=run.living()
+        )
         self._trace = Trace()
         self._checking = bool(os.environ.get(CHECK_VARIABLE))
         self._refused: set[str] = set()

@@ -10,6 +10,8 @@ healed by the next one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from kvadmit import membership, policy
@@ -43,6 +45,9 @@ BACK_READS = 60
 """So many times after each loss: workers end within 5 s of their engine core."""
 ANSWER_WAIT_S = 2.0
 """An allowance nobody confirmed is sent again after this long."""
+GATHER_S = 1.0
+"""For so long nothing is given away before all that live have reported: what one was granted in an
+earlier epoch, and has not taken yet, no device shows."""
 LINGER_S = 3.0
 """The arbiter ends this long after its last member."""
 
@@ -116,9 +121,14 @@ Effect = Send | Drop | StartTimer | StopTimer | Note | Exit
 
 
 class Arbitration:
-    """The machine of one arbiter, one epoch. `reclaim_s`: how long a victim may take."""
+    """The machine of one arbiter, one epoch. `reclaim_s`: how long a victim may take.
 
-    def __init__(self, *, epoch: int, reclaim_s: float) -> None:
+    `awaited`: the incarnations that live as it begins; a peer is called INCARNATION.NUMBER.
+    """
+
+    def __init__(self, *, epoch: int, reclaim_s: float, awaited: Iterable[str] = ()) -> None:
+        self._awaited = set(awaited)
+        self._gathering = False
         self.epoch = epoch
         self.reclaim_s = reclaim_s
         self.devices: dict[str, DeviceBook] = {}
@@ -150,8 +160,21 @@ class Arbitration:
                 self._leave(event.peer, event.now_s, effects)
             case TimerFired():
                 self._timer_fired(event, effects)
-        self._decide(event.now_s, effects)
+        if self._gather(event.now_s, effects):
+            self._decide(event.now_s, effects)
         return effects
+
+    def _gather(self, now_s: float, effects: list[Effect]) -> bool:
+        """Return whether all that live have reported, or have had the time to."""
+        if self._awaited and not self._gathering:
+            effects.append(StartTimer("gather", now_s + GATHER_S))
+        elif self._gathering and not self._awaited:
+            effects.append(StopTimer("gather"))
+        self._gathering = bool(self._awaited)
+        return not self._awaited
+
+    def _await_no_longer(self, peer: str) -> None:
+        self._awaited.discard(peer.rpartition(".")[0])
 
     def _peer_sent(self, event: PeerSent, effects: list[Effect]) -> None:
         peer, message = event.peer, event.message
@@ -166,7 +189,7 @@ class Arbitration:
                 else:
                     membership.check_report(message)
                     effects.append(Send(peer, Seen(epoch=self.epoch, revision=message.revision)))
-                    self._report(instance, message, event.now_s, effects)
+                    self._report(peer, instance, message, event.now_s, effects)
                     if message.allowance_seen == instance.account.revision:
                         effects.append(StopTimer(f"allow:{peer}"))
             case Bye():
@@ -184,6 +207,7 @@ class Arbitration:
         known = self.instances.get(peer)
         reason = membership.why_unfit(peer, hello, self.instances, self.devices)
         if reason:
+            self._await_no_longer(peer)
             self.counters["refusals"] += 1
             effects.extend((Send(peer, Refused(reason=reason)), Note(f"refused: {reason}")))
             return
@@ -207,7 +231,7 @@ class Arbitration:
             effects.append(Send(peer, StartTurn(epoch=self.epoch, revision=hello.revision)))
 
     def _report(
-        self, instance: Instance, report: Report, now_s: float, effects: list[Effect]
+        self, peer: str, instance: Instance, report: Report, now_s: float, effects: list[Effect]
     ) -> None:
         account = instance.account
         held_before, previous = account.held, account.report
@@ -217,6 +241,7 @@ class Arbitration:
             instance.late = False
         if not instance.reported:
             instance.reported = True
+            self._await_no_longer(peer)
             for device, cost in instance.cost.items():
                 self.devices[device].claim(account.held * cost)
         instance.refused = bool(report.refused) or (instance.refused and self._capped(instance))
@@ -264,6 +289,7 @@ class Arbitration:
         instance = self.instances.pop(peer, None)
         if instance is None:
             return
+        self._await_no_longer(peer)
         effects.append(Note(f"{instance.hello.name} (pid {instance.hello.pid}) left"))
         effects.extend((StopTimer(f"reclaim:{peer}"), StopTimer(f"allow:{peer}")))
         for device in instance.hello.devices:
@@ -285,6 +311,11 @@ class Arbitration:
             case "linger":
                 if not self.instances:
                     effects.append(Exit())
+            case "gather":
+                if self._awaited:
+                    names = ", ".join(sorted(self._awaited))
+                    effects.append(Note(f"no report from {names}; going on without"))
+                self._awaited.clear()
             case "read":
                 self._read_again(event.now_s, effects)
             case "back":
@@ -514,6 +545,7 @@ class Arbitration:
         names = membership.labels(self.instances)
         return {
             "epoch": self.epoch,
+            "awaited": sorted(self._awaited),
             "devices": {
                 device: {
                     "total_bytes": book.total_bytes,

@@ -218,6 +218,15 @@ class RunDir:
         finally:
             lock.release()
 
+    def living(self) -> set[str]:
+        """Return the incarnations of instances that live: after a sweep, all that left a file."""
+        found = set()
+        for name in self._names():
+            if name.startswith("i-") and name.endswith(".own"):
+                with contextlib.suppress(OSError):
+                    found.update((self.path / name).read_text().split()[1:])
+        return found
+
     def _names(self) -> list[str]:
         try:
             return sorted(os.listdir(self.path))

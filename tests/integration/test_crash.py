@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -32,6 +34,7 @@ from integration.cluster import (
 from integration.test_two_instances import books, wait_books_equal
 from kvadmit import cli
 from kvadmit.agent import EXIT_CODE
+from kvadmit.errors import KvAdmitError
 from kvadmit.processes import is_stopped
 from kvadmit.rendezvous import ask_status, log_path
 from kvadmit.rundir import RunDir
@@ -43,6 +46,47 @@ def closing(process: EngineProcess) -> Iterator[EngineProcess]:
         yield process
     finally:
         process.close()
+
+
+def test_what_a_start_is_about_to_take_survives_the_arbiter(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next arbiter hears first of a neighbour that wants all there is."""
+    alpha, beta = Engine(run_dir, "alpha"), Engine(run_dir, "beta")
+    with running(alpha):
+        try:
+            beta.greet()  # its prefix is granted, and not yet taken
+            found_again = asyncio.Event()
+            channel = beta.coordinator._arbiter
+            assert channel is not None
+            connect, loop = channel._connect, beta.coordinator._loop
+            assert loop is not None
+
+            async def wait_and_connect() -> None:
+                await found_again.wait()
+                await connect()
+
+            monkeypatch.setattr(channel, "_connect", wait_and_connect)
+            alpha.pool.use(POOL_EXTENTS)
+            before = arbiter_pid(run_dir)
+            os.kill(before, signal.SIGKILL)
+
+            def alpha_has_reported() -> bool:
+                with contextlib.suppress(KvAdmitError):
+                    record = books(run_dir)
+                    wanting = record["instances"].get("alpha", {"report": {"need": 0}})
+                    return record["pid"] != before and wanting["report"]["need"] > 0
+                return False
+
+            wait_until(alpha_has_reported, "alpha wants all of the next arbiter")
+            loop.call_soon_threadsafe(found_again.set)
+            beta.add_rank(0)
+            beta.coordinator.wait_ready()
+            assert beta.held == 1
+            alpha.pool.use(POOL_EXTENTS - 1)
+            alpha.pool.wait_resident(POOL_EXTENTS - 1)
+        finally:
+            beta.stop()
 
 
 def test_a_killed_instance_leaves_its_memory_to_the_other(run_dir: Path) -> None:

@@ -11,6 +11,7 @@ from kvadmit.arbitration import (
     ANSWER_WAIT_S,
     BACK_READS,
     BACK_WAIT_S,
+    GATHER_S,
     LINGER_S,
     READ_WAIT_S,
     READ_WAIT_S_MAX,
@@ -58,8 +59,8 @@ class Host:
     honest by default: they confirm the newest allowance and show the device as `free` MiB.
     """
 
-    def __init__(self) -> None:
-        self.machine = Arbitration(epoch=EPOCH, reclaim_s=RECLAIM_S)
+    def __init__(self, *awaited: str) -> None:
+        self.machine = Arbitration(epoch=EPOCH, reclaim_s=RECLAIM_S, awaited=awaited)
         self.now_s = 0.0
         self.revision: dict[str, int] = {}
         self.reading = 0
@@ -203,6 +204,55 @@ def test_the_first_instance_joins_and_gets_its_prefix() -> None:
     assert effects == [*seen(host, "a"), *allow(host, "a", 1, reason="need")]
     effects = host.report("a", 1)
     assert effects == [*seen(host, "a"), *allow(host, "a", 1)][:2]
+
+
+# --- a new epoch ---
+
+
+def given(effects: list[Effect]) -> dict[str, int]:
+    """Return the extents that each peer is allowed by some effects."""
+    return {
+        e.peer: e.message.extents
+        for e in effects
+        if isinstance(e, Send) and isinstance(e.message, Allowance)
+    }
+
+
+def test_what_one_is_about_to_take_is_given_to_nobody_before_it_has_reported() -> None:
+    host = Host("ia", "ib")
+    assert StartTimer("gather", GATHER_S) in host.hello("ia.2")
+    effects = host.report("ia.2", 4, need=6, running=1, **host.shown(6))
+    assert not given(effects), "ib was granted two before and has taken none"
+    host.hello("ib.7")
+    effects = host.report("ib.7", 0, preparing=2)
+    assert StopTimer("gather") in effects
+    assert given(effects) == {"ia.2": 4, "ib.7": 2}, "its need is whole or waits"
+
+
+def test_who_never_comes_again_is_awaited_for_a_while_only() -> None:
+    host = Host("ia", "ib")
+    host.hello("ia.1")
+    assert not given(host.report("ia.1", 4, need=6, **host.shown(6)))
+    assert host.machine.snapshot()["awaited"] == ["ib"]
+    host.now_s = GATHER_S
+    effects = host.timer("gather")
+    assert Note("no report from ib; going on without") in effects
+    assert given(effects) == {"ia.1": 10}
+
+
+@pytest.mark.parametrize("how", ["leaves", "is refused", "says goodbye"])
+def test_who_will_not_report_is_awaited_no_longer(how: str) -> None:
+    host = Host("ia", "ib")
+    host.hello("ia.1")
+    host.report("ia.1", 4, need=6, **host.shown(6))
+    if how == "is refused":
+        effects = host.hello("ib.1", devices={"g": 11 * MIB})
+    else:
+        host.hello("ib.1")
+        gone: Event = PeerLost(0.0, "ib.1")
+        effects = host.step(gone) if how == "leaves" else host.sent("ib.1", Bye())
+    assert StopTimer("gather") in effects
+    assert "ia.1" in given(effects)
 
 
 def test_nothing_is_granted_on_a_device_nobody_has_read() -> None:

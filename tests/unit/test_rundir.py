@@ -355,6 +355,19 @@ open(run.instance_path("victim", "pool"), "w").close()
 """
 
 
+def test_those_that_live_are_listed(run: RunDir, hold: Callable[[str], Holder]) -> None:
+    holder = hold(CLAIM)
+    mine = run.claim("mine.0")
+    Path(run.instance_path("dead", "pool")).touch()
+    (run.path / "notes.own").touch()
+    assert run.living() == {"mine.0", "victim"}
+    holder.kill()
+    run.sweep()
+    assert run.living() == {"mine.0"}
+    mine.release()
+    assert run.living() == set()
+
+
 def test_sweep_removes_a_killed_owners_files_only(
     run: RunDir, hold: Callable[[str], Holder]
 ) -> None:

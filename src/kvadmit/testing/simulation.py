@@ -572,7 +572,8 @@ class World:
         """Start an arbiter with the next epoch and connect every live instance to it."""
         self.epoch += 1
         self.arbiter_process = Process()
-        self.arbiter = arbitration.Arbitration(epoch=self.epoch, reclaim_s=0.5)
+        living = [one.peer.partition(".")[0] for one in self.instances if one.alive]
+        self.arbiter = arbitration.Arbitration(epoch=self.epoch, reclaim_s=0.5, awaited=living)
         self.arbiter_timers = {}
         for instance in self.instances:
             if instance.alive:
