@@ -75,7 +75,7 @@ def test_what_a_start_is_about_to_take_survives_the_arbiter(
                 with contextlib.suppress(KvAdmitError):
                     record = books(run_dir)
                     wanting = record["instances"].get("alpha", {"report": {"need": 0}})
-                    return record["pid"] != before and wanting["report"]["need"] > 0
+                    return bool(record["pid"] != before and wanting["report"]["need"] > 0)
                 return False
 
             wait_until(alpha_has_reported, "alpha wants all of the next arbiter")
