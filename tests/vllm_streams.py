@@ -142,9 +142,11 @@ class Streams:
         assert [len(one) for one in ids] == [self._tokens] * len(ids)
         return ids
 
-    def errors(self) -> list[BaseException | None]:
-        """Wait for all and return what each raised."""
-        return [future.exception(REQUEST_WAIT_S) for future in self._futures]
+    def cut_short(self) -> int:
+        """Wait for all and return how many failed or ended early: vLLM's server does either."""
+        failed = [future.exception(REQUEST_WAIT_S) is not None for future in self._futures]
+        ended = [f for f, bad in zip(self._futures, failed, strict=True) if not bad]
+        return sum(failed) + sum(len(future.result()) < self._tokens for future in ended)
 
     def close(self) -> None:
         """Leave those that go on: the server aborts them. Their errors are lost."""
