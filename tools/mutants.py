@@ -317,6 +317,13 @@ MUTANTS = (
         row=ARBITER_GONE,
     ),
     Mutant(
+        "an instance grows in a new epoch before its first allowance",
+        "link.py",
+        "self.allowance, self.blocked_revision = held, 0\n                self.welcomed",
+        "self.allowance, self.blocked_revision = held, -1\n                self.welcomed",
+        LINK,
+    ),
+    Mutant(
         "who never comes again is awaited for ever",
         "arbitration.py",
         "                self._awaited.clear()\n",

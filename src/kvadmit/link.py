@@ -38,7 +38,8 @@ class ArbiterLink:
     """What this instance knows of its arbiter.
 
     `allowance`: extents we may have backed or preparing. `blocked_revision`: the allowance
-    under which a rank refused; nothing new is tried before a newer one arrives.
+    under which a rank refused; nothing new is tried before a newer one arrives. It is 0 before the
+    first allowance of an epoch: whoever keeps books does not know then what we were allowed.
     """
 
     def __init__(self, hello: Hello) -> None:
@@ -51,7 +52,7 @@ class ArbiterLink:
         self.pressure = False
         self.reason = ""
         self.refusal = ""
-        self.blocked_revision = -1
+        self.blocked_revision = 0
         self.start_revision = 1
         """The hello revision that announced `start_bytes`."""
         self.start_granted = False
@@ -75,7 +76,7 @@ class ArbiterLink:
         self.phase = "lost"
         self.allowance = held
         self.revision = 0
-        self.blocked_revision = -1
+        self.blocked_revision = 0
         self.pressure = False
 
     def introduce(
@@ -110,7 +111,7 @@ class ArbiterLink:
                     return ""
                 if message.epoch > self.epoch:
                     self.epoch, self.revision = message.epoch, 0
-                    self.allowance, self.blocked_revision = held, -1
+                    self.allowance, self.blocked_revision = held, 0
                 self.welcomed = max(self.welcomed, message.revision)
                 rejoined = self.phase != "joined"
                 self.phase = "joined"
@@ -125,7 +126,7 @@ class ArbiterLink:
                     return ""
                 # The arbiter does not know us any more: its revisions may begin anew.
                 self.phase, self.revision = "greeting", 0
-                self.allowance, self.blocked_revision = held, -1
+                self.allowance, self.blocked_revision = held, 0
                 return "hello"
             case Refused():
                 self.refusal = message.reason

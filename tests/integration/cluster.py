@@ -379,8 +379,12 @@ class _Process:
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         self.tell(message)
+        return self.hear(f"no answer to {message}")
+
+    def hear(self, otherwise: str) -> dict[str, Any]:
+        """Return the next answer; fails with `otherwise` if none comes."""
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], WAIT_S)[0], f"no answer to {message}"
+        assert select.select([self.process.stdout], [], [], WAIT_S)[0], otherwise
         line = self.process.stdout.readline()
         assert line, f"{self.process.args!r} ended"
         answer = json.loads(line)

@@ -32,6 +32,15 @@ GROWN = 8
 HALF = POOL_EXTENTS // 2
 GROWTH = ("prepare begun", "prepare done", "commit begun", "commit done")
 SHRINK = ("decommit begun", "decommit done")
+ENGINE_POINTS = (
+    "need reported",
+    "allowance heard",
+    "prepare sent",
+    "commit sent",
+    "resident given",
+    "fence sent",
+    "decommit sent",
+)
 
 
 def two_ranks(run_dir: Path, failpoint: Failpoint) -> Engine:
@@ -129,18 +138,33 @@ def test_an_answer_lost_there_is_asked_for_again(run_dir: Path, kind: str) -> No
         wait_books_equal(run_dir, alpha, beta)
 
 
-@pytest.mark.parametrize(
-    "at",
-    [
-        "need reported",
-        "allowance heard",
-        "prepare sent",
-        "commit sent",
-        "resident given",
-        "fence sent",
-        "decommit sent",
-    ],
-)
+@pytest.mark.parametrize("at", ENGINE_POINTS)
+def test_an_engine_stopped_there_finishes_once_it_goes_on(run_dir: Path, at: str) -> None:
+    beta = Engine(run_dir, "beta")
+    with running(beta):
+        victim = EngineProcess(run_dir, "victim", failpoint=Failpoint(at, "stop"), idle_decay_s=0)
+        try:
+            if at in ("fence sent", "decommit sent"):
+                victim.use(HALF)
+                victim.wait_resident(HALF)
+                victim.tell({"use": 1, "cached": 0})
+            else:
+                victim.tell({"use": HALF, "cached": 0})
+            with stopped(victim.pid):
+                grow_to(beta, HALF)
+            victim.hear("the stopped one does not go on")
+            victim.use(HALF)
+            victim.wait_resident(HALF)
+            assert victim.status["counters"]["allocation_misses"] == 0
+            victim.use(1)
+            beta.pool.rest()
+            beta.wait_held(1)
+            wait_until(lambda: victim.status["group"]["held"] == 1, "the victim has given back")
+        finally:
+            victim.close()
+
+
+@pytest.mark.parametrize("at", ENGINE_POINTS)
 def test_an_engine_killed_there_leaves_all_memory_to_the_other(run_dir: Path, at: str) -> None:
     beta = Engine(run_dir, "beta")
     with running(beta):

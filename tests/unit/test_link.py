@@ -49,6 +49,22 @@ def joined(epoch: int = 1) -> ArbiterLink:
     return link
 
 
+def test_nothing_grows_in_a_new_epoch_before_its_first_allowance() -> None:
+    """Also what was held when it began: the new books know of the last report only."""
+    link = joined()
+    link.receive(allowance(1, 5), held=2)
+    assert link.may_grow
+    link.lost(held=5)
+    link.found()
+    link.receive(Welcome(epoch=2, revision=1), held=5)
+    assert (link.phase, link.allowance, growing(link)) == ("joined", 5, False)
+    link.receive(allowance(1, 5, epoch=2), held=3)
+    assert growing(link)
+    link.receive(Resync(epoch=2), held=4)
+    link.receive(Welcome(epoch=2, revision=1), held=4)
+    assert not growing(link)
+
+
 def test_joining_ends_with_a_report() -> None:
     link = ArbiterLink(HELLO)
     assert (link.phase, link.unanswered, link.may_grow) == ("lost", False, False)
