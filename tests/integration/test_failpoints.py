@@ -55,6 +55,16 @@ def provoke(engine: Engine, at: str) -> None:
         engine.pool.rest()
 
 
+def bring_to(victim: EngineProcess, at: str) -> None:
+    """Have another process come to the point `at`, not waiting for its answer."""
+    wanted = HALF
+    if at in ("fence sent", "decommit sent"):
+        victim.use(HALF)
+        victim.wait_resident(HALF)
+        wanted = 1
+    victim.tell({"use": wanted, "cached": 0})
+
+
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """Wait until a process has stopped; let it go on afterwards."""
@@ -144,12 +154,7 @@ def test_an_engine_stopped_there_finishes_once_it_goes_on(run_dir: Path, at: str
     with running(beta):
         victim = EngineProcess(run_dir, "victim", failpoint=Failpoint(at, "stop"), idle_decay_s=0)
         try:
-            if at in ("fence sent", "decommit sent"):
-                victim.use(HALF)
-                victim.wait_resident(HALF)
-                victim.tell({"use": 1, "cached": 0})
-            else:
-                victim.tell({"use": HALF, "cached": 0})
+            bring_to(victim, at)
             with stopped(victim.pid):
                 grow_to(beta, HALF)
             victim.hear("the stopped one does not go on")
@@ -170,12 +175,7 @@ def test_an_engine_killed_there_leaves_all_memory_to_the_other(run_dir: Path, at
     with running(beta):
         victim = EngineProcess(run_dir, "victim", failpoint=Failpoint(at, "kill"))
         try:
-            if at in ("fence sent", "decommit sent"):
-                victim.use(HALF)
-                victim.wait_resident(HALF)
-                victim.tell({"use": 1, "cached": 0})
-            else:
-                victim.tell({"use": HALF, "cached": 0})
+            bring_to(victim, at)
             assert victim.process.wait(WAIT_S) == -signal.SIGKILL
             grow_to(beta, POOL_EXTENTS)
             wait_books_equal(run_dir, beta)
