@@ -28,8 +28,11 @@ from kvadmit.errors import InvariantViolation
 from kvadmit.testing.fingerprints import Catalogue, Piece, fingerprint
 from kvadmit.testing.host_parts import Arbiter, AroundEngine, AroundRank, Engine, Rank, Remains
 
-TIMERS_MAX = 24
-"""Timers that may fire while somebody waits for what is free, before that counts as for ever."""
+TIMERS_MAX = 40
+"""Timers that may fire while somebody waits for what is free, before that counts as for ever.
+
+A lost message is sent again after 2 s, in which a device may be read 20 times.
+"""
 PROGRESS_S = 10.0
 """How often a search says how far it is."""
 
