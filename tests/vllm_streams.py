@@ -78,6 +78,11 @@ class Chain:
                 f"stood still from '{first}' to '{last}'\n{self}"
             )
 
+    def check_order(self, *milestones: str) -> None:
+        """Fail unless the milestones came in this order, whatever came between."""
+        for first, last in itertools.pairwise(milestones):
+            self.tokens(first, last)
+
     def close(self) -> None:
         """Watch for nothing any more."""
         self._over = True
@@ -104,19 +109,47 @@ class Chain:
         return [event for event, _ in self._events]
 
 
-class Streams:
-    """Streaming requests to one server, all at once. `on_token`: called for every piece."""
+class Stream:
+    """One streaming request after another. `on_token`: called for every piece."""
 
     def __init__(
-        self,
-        server: Server,
-        wanted: list[list[int]],
-        tokens: int,
-        on_token: Callable[[], None] = lambda: None,
+        self, server: Server, prompt: list[int], tokens: int, on_token: Callable[[], None]
     ) -> None:
+        self._server, self._prompt, self._tokens = server, prompt, tokens
+        self._on_token = on_token
+        self._closing = threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self._future = self._pool.submit(self._go_on)
+
+    def _go_on(self) -> None:
+        while not self._closing.is_set():
+            came = 0
+            with self._server.stream(self._prompt, self._tokens) as pieces:
+                for piece in pieces:
+                    came += len(piece.choices[0].token_ids)
+                    self._on_token()
+                    if self._closing.is_set():
+                        return
+            assert came == self._tokens, f"cut short after {came} tokens"
+
+    def check(self) -> None:
+        """Fail, with the reason, if it has ended."""
+        if self._future.done():
+            self._future.result()
+            raise AssertionError("nobody closed it")
+
+    def close(self) -> None:
+        """Leave it: the server aborts what is under way. Its error is lost."""
+        self._closing.set()
+        self._pool.shutdown()
+
+
+class Streams:
+    """Streaming requests to one server, all at once."""
+
+    def __init__(self, server: Server, wanted: list[list[int]], tokens: int) -> None:
         self._server = server
         self._tokens = tokens
-        self._on_token = on_token
         self._closed = False
         self._pool = ThreadPoolExecutor(len(wanted))
         self._futures = [self._pool.submit(self._stream, prompt) for prompt in wanted]
@@ -126,7 +159,6 @@ class Streams:
         with self._server.stream(prompt, self._tokens) as pieces:
             for piece in pieces:
                 ids += piece.choices[0].token_ids
-                self._on_token()
                 if self._closed:
                     break
         return ids

@@ -45,9 +45,10 @@ BACK_READS = 60
 """So many times after each loss: workers end within 5 s of their engine core."""
 ANSWER_WAIT_S = 2.0
 """An allowance nobody confirmed is sent again after this long."""
-GATHER_S = 1.0
+GATHER_S = 2.0
 """For so long nothing is given away before all that live have reported: what one was granted in an
-earlier epoch, and has not taken yet, no device shows."""
+earlier epoch, and has not taken yet, no device shows. Survivors look for the next arbiter every
+second at least."""
 LINGER_S = 3.0
 """The arbiter ends this long after its last member."""
 

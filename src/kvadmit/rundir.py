@@ -222,9 +222,9 @@ class RunDir:
         """Return the incarnations of instances that live: after a sweep, all that left a file."""
         found = set()
         for name in self._names():
-            if name.startswith("i-") and name.endswith(".own"):
+            if name.endswith(".own") and _INSTANCE_FILE.fullmatch(name):
                 with contextlib.suppress(OSError):
-                    found.update((self.path / name).read_text().split()[1:])
+                    found.update((self.path / name).read_text(errors="replace").split()[1:])
         return found
 
     def _names(self) -> list[str]:

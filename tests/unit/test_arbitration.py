@@ -47,6 +47,7 @@ from kvadmit.messages import (
     ToArbiter,
     Welcome,
 )
+from kvadmit.rendezvous import PAUSE_S_MAX
 
 EPOCH, RECLAIM_S = 4, 5.0
 MIB = 1 << 20
@@ -1002,3 +1003,7 @@ def test_the_check_finds_books_that_cannot_be() -> None:
     host.machine.instances["a"].account.allowance = 11
     with pytest.raises(InvariantViolation, match="above the cap"):
         host.machine.check()
+
+
+def test_survivors_look_again_before_they_are_given_up() -> None:
+    assert GATHER_S >= 2 * PAUSE_S_MAX

@@ -359,7 +359,7 @@ def test_those_that_live_are_listed(run: RunDir, hold: Callable[[str], Holder]) 
     holder = hold(CLAIM)
     mine = run.claim("mine.0")
     Path(run.instance_path("dead", "pool")).touch()
-    (run.path / "notes.own").touch()
+    (run.path / "i-notes.own").write_bytes(b"1 \xff")
     assert run.living() == {"mine.0", "victim"}
     holder.kill()
     run.sweep()

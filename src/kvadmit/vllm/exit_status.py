@@ -33,12 +33,13 @@ def wrap_build_and_serve(original: Any) -> Callable[..., Any]:
 
 
 def _note_shutdown(engine_client: Any) -> list[bool]:
-    """Return what is empty until the engine is shut down, after which it counts as errored too."""
+    """Return what is empty until a sound engine is shut down; then it counts as errored too."""
     asked: list[bool] = []
     original = engine_client.shutdown
 
     def shutdown(*args: Any, **kwargs: Any) -> Any:
-        asked.append(True)
+        if not engine_client.errored:
+            asked.append(True)
         return original(*args, **kwargs)
 
     engine_client.shutdown = shutdown
