@@ -77,7 +77,7 @@ def _open(options: argparse.Namespace) -> RunDir:
         return RunDir.open(path)
     # Opening would make it.
     if ArbiterLock(run).is_taken():
-        raise PeerLostError("arbiter", f"its run directory {path} was deleted: see kvadmit doctor")
+        raise PeerLostError("arbiter", f"its run directory {path} is not here: see kvadmit doctor")
     raise PeerLostError("arbiter", f"there is no run directory {path}: nothing has run here")
 
 

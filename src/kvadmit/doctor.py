@@ -69,8 +69,10 @@ def _no_directory(run: RunDir) -> Finding:
     return Finding(
         "run directory",
         "fail",
-        f"{run.path} was deleted under its arbiter: instances serve on, none can start",
-        UNKNOWN_HOLDER_CURE,
+        f"{run.path} was deleted under its arbiter (instances serve on, none can start), or an "
+        "arbiter of a directory of that name serves another container on this network",
+        "another container: give each a kvadmit.run_dir of its own, or both the same one on a "
+        f"shared path; deleted: {UNKNOWN_HOLDER_CURE}",
     )
 
 
@@ -222,8 +224,9 @@ def _other_arbiters(here: str) -> Finding:
     """Look at this host's processes for arbiters of other run directories than `here`."""
     others = []
     for pid, arguments in sorted(find_processes("kvadmit.arbiter_process").items()):
-        for argument in arguments:
+        for argument, after in zip(arguments, [*arguments[1:], ""], strict=True):
             key, _, run_dir = argument.partition("=")
+            run_dir = run_dir or after  # `--run-dir DIR`, as people type it
             if key == "--run-dir" and not _serves(pid, run_dir, here):
                 seen = run_dir if run_dir != here else f"/proc/{pid}/root{run_dir}"
                 others.append(f"pid {pid} serves {seen}")

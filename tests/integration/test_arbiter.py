@@ -41,15 +41,18 @@ from kvadmit.rundir import ArbiterLock, RunDir, new_incarnation
 
 
 @contextmanager
-def arbiter(run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run an arbiter as a child; yields once it is bound or has given way."""
+def arbiter(run_dir: Path, *named: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run an arbiter as a child; yields once it is bound or has given way.
+
+    `named`: how its command line names the directory; left out: as instances do.
+    """
     read, write = os.pipe()
     process = subprocess.Popen(
         [
             sys.executable,
             "-m",
             "kvadmit.arbiter_process",
-            f"--run-dir={run_dir}",
+            *(named or (f"--run-dir={run_dir}",)),
             f"--ready-fd={write}",
             "--foreground",
         ],
@@ -301,7 +304,7 @@ def test_what_operators_see_after_a_deletion_and_how_they_mend_it(
     with running(engine):
         pid = arbiter_pid(run_dir)
         shutil.rmtree(run_dir)
-        gone = f"kvadmit: arbiter: its run directory {run_dir} was deleted: see kvadmit doctor\n"
+        gone = f"kvadmit: arbiter: its run directory {run_dir} is not here: see kvadmit doctor\n"
         assert command("status") == (2, gone)
         code, text = command("doctor")
         assert code == 1
@@ -394,6 +397,17 @@ def test_doctor_names_an_arbiter_of_another_run_directory(
             assert [mine in seen["text"], other in seen["text"]] == [True, True]
         end_arbiter(elsewhere)
         assert other not in found(run_dir)["text"]
+
+
+def test_doctor_takes_its_own_arbiter_for_no_other_one_however_it_was_started(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with arbiter(run_dir, "--run-dir", str(run_dir)):
+        cli.main(["doctor", "--run-dir", str(run_dir)])
+        assert "serves" not in capsys.readouterr().out
+        with run_directory() as elsewhere:
+            cli.main(["doctor", "--run-dir", str(elsewhere)])
+            assert f"serves {run_dir}:" in capsys.readouterr().out
 
 
 def test_doctor_takes_no_process_that_only_names_an_arbiter_for_one() -> None:

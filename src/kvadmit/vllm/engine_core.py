@@ -134,8 +134,8 @@ class Engine:
         except BaseException as error:
             if isinstance(error, PeerTimeoutError):
                 logger.error(
-                    "a worker without kvadmit's plugin never joins: does VLLM_PLUGINS name "
-                    "kvadmit, and is it installed where the workers run?"
+                    "a worker without kvadmit's plugin never joins: if one has not logged that "
+                    "kvadmit is active, does VLLM_PLUGINS name kvadmit, and is it installed there?"
                 )
             self.abandon()
             raise
