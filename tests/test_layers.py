@@ -35,6 +35,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "group_events",
         "group",
         "member",
+        "arbitration_events",
+        "elections",
         "arbitration",
         "link",
         "port",
@@ -241,3 +243,16 @@ def test_there_is_no_import_cycle() -> None:
 )
 def test_the_table_says_what_it_means(module: str, target: str, allowed: bool) -> None:
     assert (breach(module, target) == "") is allowed
+
+
+def test_no_module_reads_a_clock_that_can_be_set() -> None:
+    """Deadlines and ages are of the monotonic clock: the wall clock may jump."""
+    readers = [
+        name
+        for name, path in find_modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.time", "time.time_ns"))
+        or (isinstance(node, ast.Import) and any(a.name == "datetime" for a in node.names))
+        or (isinstance(node, ast.ImportFrom) and node.module in ("datetime", "time"))
+    ]
+    assert readers == ["rundir"], "a part of an incarnation's name, beside random bits"

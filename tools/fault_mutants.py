@@ -52,6 +52,22 @@ FAULT_MUTANTS = (
         COMMIT_FAILS,
     ),
     Mutant(
+        "a server whose engine died ends as if it had been asked to",
+        "vllm/exit_status.py",
+        "        died = engine_client.errored and not asked\n",
+        "        died = False\n",
+        ("tests/vllm/test_exit_status.py",),
+        WORKER_DIES,
+    ),
+    Mutant(
+        "a server that is asked to end after its engine died ends with 0",
+        "vllm/exit_status.py",
+        "        if not engine_client.errored:\n",
+        "        if True:\n",
+        ("tests/vllm/test_exit_status.py",),
+        WORKER_DIES,
+    ),
+    Mutant(
         "nobody is told which rank is slow",
         "orders.py",
         "            if operation.repeats > 0:\n",

@@ -40,7 +40,7 @@ from tools.fault_mutants import (
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "kvadmit"
 TEST_WAIT_S = 300.0
-FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+FAILED = re.compile(r"^FAILED (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 GROUP = ("tests/unit/test_group.py", "tests/property/test_machines.py")
@@ -290,8 +290,8 @@ MUTANTS = (
     Mutant(
         "a reading that is not used ends a cap all the same",
         "arbitration.py",
-        "                    self._elect({reading.device}, effects)\n                continue\n",
-        "                    self._elect({reading.device}, effects)\n",
+        "elections.elect({reading.device}, effects)\n                continue\n",
+        "elections.elect({reading.device}, effects)\n",
         ARBITRATION,
     ),
     Mutant(
@@ -303,7 +303,7 @@ MUTANTS = (
     ),
     Mutant(
         "what the dead had is read for as seldom as what is foreign",
-        "arbitration.py",
+        "elections.py",
         "if b.unshown_bytes and b.reads_left and not b.capped}",
         "if False and b.unshown_bytes}",
         ARBITRATION,
@@ -311,8 +311,8 @@ MUTANTS = (
     Mutant(
         "a new arbiter gives away before all that live have reported",
         "arbitration.py",
-        "        return not self._awaited\n",
-        "        return True\n",
+        "        if not self._awaited and not self._elections.open:\n",
+        "        if not self._elections.open:\n",
         ARBITRATION,
         row=ARBITER_GONE,
     ),
@@ -324,16 +324,37 @@ MUTANTS = (
         LINK,
     ),
     Mutant(
+        "a new arbiter decides before it has read a device",
+        "arbitration.py",
+        "        if not self._awaited and not self._elections.open:\n",
+        "        if not self._awaited:\n",
+        ARBITRATION,
+    ),
+    Mutant(
+        "the base of one that joins again is foreign too",
+        "arbitration.py",
+        "                self.devices[device].claim(base_bytes)",
+        "                pass",
+        ARBITRATION,
+    ),
+    Mutant(
+        "a stopped rank is asked to read like any other",
+        "elections.py",
+        " if not self._instances[p].account.report.silent] or able",
+        "]",
+        ARBITRATION,
+    ),
+    Mutant(
         "who never comes again is awaited for ever",
         "arbitration.py",
-        "                self._awaited.clear()\n",
+        "                self._gathered = True\n",
         "                pass\n",
         ARBITRATION,
     ),
     Mutant(
         "what the dead had is read for soon for ever",
-        "arbitration.py",
-        "            self.devices[device].reads_left -= 1\n",
+        "elections.py",
+        "            self._devices[device].reads_left -= 1\n",
         "            pass\n",
         ARBITRATION,
     ),

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 import uvloop
 
-from kvadmit import arbitration
+from kvadmit import arbitration, arbitration_events
 from kvadmit.channel import AsyncRouter
 from kvadmit.errors import KvAdmitError, LocalProtocolError, RemoteProtocolError
 from kvadmit.lease import LeaseServer
@@ -54,7 +54,7 @@ class Arbiter:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.set_exception_handler(lambda _, context: self._fail(context))
         self._timers = LoopTimers(
-            lambda name: self._step(arbitration.TimerFired(time.monotonic(), name))
+            lambda name: self._step(arbitration_events.TimerFired(time.monotonic(), name))
         )
         self._leases = LeaseServer(
             run.arbiter_lease(self.epoch),
@@ -98,7 +98,7 @@ class Arbiter:
             self._refuse(peer, RemoteProtocolError(f"the arbiter takes no {kind}"))
             return
         try:
-            self._step(arbitration.PeerSent(time.monotonic(), peer, message))
+            self._step(arbitration_events.PeerSent(time.monotonic(), peer, message))
         except RemoteProtocolError as error:  # raised before anything changed
             self._refuse(peer, error)
 
@@ -110,7 +110,7 @@ class Arbiter:
         logger.error("%s is dropped: %s", peer, error)
         self._refused.add(peer)
         self._router.send(peer, Refused(reason=str(error), code=error.code))
-        self._step(arbitration.PeerLost(time.monotonic(), peer))
+        self._step(arbitration_events.PeerLost(time.monotonic(), peer))
         self._loop.call_later(REFUSED_WAIT_S, self._drop, peer)
 
     def _drop(self, peer: str) -> None:
@@ -121,9 +121,9 @@ class Arbiter:
     def _lose(self, peer: str) -> None:
         self._refused.discard(peer)
         self._router.forget(peer)
-        self._step(arbitration.PeerLost(time.monotonic(), peer))
+        self._step(arbitration_events.PeerLost(time.monotonic(), peer))
 
-    def _step(self, event: arbitration.Event) -> None:
+    def _step(self, event: arbitration_events.Event) -> None:
         effects = self._machine.step(event)
         self._trace.record("arbitration", event, effects)
         if self._checking:
@@ -131,19 +131,19 @@ class Arbiter:
         for effect in effects:
             self._carry_out(effect)
 
-    def _carry_out(self, effect: arbitration.Effect) -> None:
+    def _carry_out(self, effect: arbitration_events.Effect) -> None:
         match effect:
-            case arbitration.Send():
+            case arbitration_events.Send():
                 self._router.send(effect.peer, effect.message)
-            case arbitration.Drop():
+            case arbitration_events.Drop():
                 self._drop(effect.peer)
-            case arbitration.StartTimer():
+            case arbitration_events.StartTimer():
                 self._timers.start(effect.timer, effect.at_s)
-            case arbitration.StopTimer():
+            case arbitration_events.StopTimer():
                 self._timers.stop(effect.timer)
-            case arbitration.Note():
+            case arbitration_events.Note():
                 logger.info("%s", effect.text)
-            case arbitration.Exit():
+            case arbitration_events.Exit():
                 self._end()
 
     def _end(self) -> None:

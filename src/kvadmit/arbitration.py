@@ -1,7 +1,7 @@
 """The arbitration machine: how much each instance of a host may hold on each device.
 
-Owns: who is a member, the books, the age of needs and starts, reclaim deadlines, and when a
-device must be read. Must not know: sockets, clocks, CUDA, or the policy's rules (`policy`).
+Owns: who is a member, the books, the age of needs and starts, and reclaim deadlines. Must not
+know: sockets, clocks, CUDA, the policy's rules (`policy`), or who reads a device (`elections`).
 
 Every event ends in one call of `policy.plan`; the difference between its allowances and the
 ones last sent is what goes out. Members hear levels only, so a lost or repeated message is
@@ -15,13 +15,26 @@ from collections.abc import Iterable
 import msgspec
 
 from kvadmit import membership, policy
+from kvadmit.arbitration_events import (
+    Drop,
+    Effect,
+    Event,
+    Exit,
+    Note,
+    PeerLost,
+    PeerSent,
+    Send,
+    StartTimer,
+    StopTimer,
+    TimerFired,
+)
+from kvadmit.elections import Elections
 from kvadmit.errors import InvariantViolation, LocalProtocolError
 from kvadmit.ledger import DeviceBook
 from kvadmit.membership import Instance
 from kvadmit.messages import (
     Allowance,
     Bye,
-    Elect,
     Hello,
     Refused,
     Report,
@@ -30,19 +43,9 @@ from kvadmit.messages import (
     StartTurn,
     Status,
     StatusQuery,
-    ToArbiter,
-    ToInstance,
     Welcome,
 )
 
-READ_WAIT_S = 0.250
-"""While a need waits and bytes are foreign, a device is read this often, backing off to
-READ_WAIT_S_MAX: a process outside the group sends no event when it frees memory."""
-READ_WAIT_S_MAX = 2.0
-BACK_WAIT_S = 0.100
-"""While a need waits and bytes of a member that left are not back, a device is read this often."""
-BACK_READS = 60
-"""So many times after each loss: workers end within 5 s of their engine core."""
 ANSWER_WAIT_S = 2.0
 """An allowance nobody confirmed is sent again after this long."""
 GATHER_S = 2.0
@@ -51,74 +54,6 @@ earlier epoch, and has not taken yet, no device shows. Survivors look for the ne
 second at least."""
 LINGER_S = 3.0
 """The arbiter ends this long after its last member."""
-
-# --- events --------------------------------------------------------------------------------
-
-
-class PeerSent(msgspec.Struct, frozen=True):
-    """A member, or an operator's tool, sent a message."""
-
-    now_s: float
-    peer: str
-    message: ToArbiter
-
-
-class PeerLost(msgspec.Struct, frozen=True):
-    """A peer's lease line closed."""
-
-    now_s: float
-    peer: str
-
-
-class TimerFired(msgspec.Struct, frozen=True):
-    """The timer started by StartTimer is due."""
-
-    now_s: float
-    timer: str
-
-
-Event = PeerSent | PeerLost | TimerFired
-
-# --- effects -------------------------------------------------------------------------------
-
-
-class Send(msgspec.Struct, frozen=True):
-    """Send to a peer; of unsent allowances only the newest matters."""
-
-    peer: str
-    message: ToInstance
-
-
-class Drop(msgspec.Struct, frozen=True):
-    """Close the peer's channel once what was sent before has left."""
-
-    peer: str
-
-
-class StartTimer(msgspec.Struct, frozen=True):
-    """Report TimerFired at `at_s`; replaces a running timer of that name."""
-
-    timer: str
-    at_s: float
-
-
-class StopTimer(msgspec.Struct, frozen=True):
-    """Forget the timer."""
-
-    timer: str
-
-
-class Note(msgspec.Struct, frozen=True):
-    """One line for the log."""
-
-    text: str
-
-
-class Exit(msgspec.Struct, frozen=True):
-    """Nobody is left: end the arbiter's process."""
-
-
-Effect = Send | Drop | StartTimer | StopTimer | Note | Exit
 
 
 class Arbitration:
@@ -130,6 +65,7 @@ class Arbitration:
     def __init__(self, *, epoch: int, reclaim_s: float, awaited: Iterable[str] = ()) -> None:
         self._awaited = set(awaited)
         self._gathering = False
+        self._gathered = not self._awaited
         self.epoch = epoch
         self.reclaim_s = reclaim_s
         self.devices: dict[str, DeviceBook] = {}
@@ -142,11 +78,8 @@ class Arbitration:
             "resends": 0,
             "stale": 0,
         }
+        self._elections = Elections(epoch, self.devices, self.instances, self.counters)
         self._orders = 0
-        self._read_wait_s = 0.0
-        self._read_round = 0
-        self._back_timer = False
-        self._elected: set[str] = set()
         self._plan = policy.Plan({}, {}, [], [], set())
 
     # --- events ---
@@ -166,13 +99,16 @@ class Arbitration:
         return effects
 
     def _gather(self, now_s: float, effects: list[Effect]) -> bool:
-        """Return whether all that live have reported, or have had the time to."""
-        if self._awaited and not self._gathering:
+        """Return whether all that live have reported and the devices were read, or time is up."""
+        if self._gathered:
+            return True
+        if not self._gathering:
+            self._gathering = True
             effects.append(StartTimer("gather", now_s + GATHER_S))
-        elif self._gathering and not self._awaited:
+        if not self._awaited and not self._elections.open:
+            self._gathered = True
             effects.append(StopTimer("gather"))
-        self._gathering = bool(self._awaited)
-        return not self._awaited
+        return self._gathered
 
     def _await_no_longer(self, peer: str) -> None:
         self._awaited.discard(peer.rpartition(".")[0])
@@ -219,6 +155,8 @@ class Arbitration:
             if not self.instances:
                 effects.append(StopTimer("linger"))
             self.instances[peer] = known = Instance(hello)
+            for device, base_bytes in (hello.base_bytes or {}).items():
+                self.devices[device].claim(base_bytes)  # what was read before calls it foreign
             effects.append(Note(f"{hello.name} (pid {hello.pid}) joined"))
         else:
             if hello.revision > known.hello.revision:
@@ -227,7 +165,7 @@ class Arbitration:
         if not known.order and known.wants_start:
             known.order = self._next_order()
         effects.append(Send(peer, Welcome(epoch=self.epoch, revision=hello.revision)))
-        self._elect({d for d in hello.devices if not self.devices[d].known}, effects)
+        self._elections.elect({d for d in hello.devices if not self.devices[d].known}, effects)
         if not known.wants_start:
             effects.append(Send(peer, StartTurn(epoch=self.epoch, revision=hello.revision)))
 
@@ -280,10 +218,10 @@ class Arbitration:
             if not book.read(reading, least_bytes=least, most_bytes=most):
                 if book.foreign_bytes:
                     # With this report the books may know better: have it read once more.
-                    self._elect({reading.device}, effects)
+                    self._elections.elect({reading.device}, effects)
                 continue
-            if reading.device in self._elected and not report.refused:
-                self._elected.discard(reading.device)
+            if reading.device in self._elections.open and not report.refused:
+                self._elections.open.discard(reading.device)
                 book.capped = False
 
     def _leave(self, peer: str, now_s: float, effects: list[Effect]) -> None:
@@ -298,12 +236,12 @@ class Arbitration:
             gone = instance.account.booked * instance.cost.get(device, 0)
             book = self.devices[device]
             book.leave(gone + instance.base_bytes.get(device, 0))
-            book.capped, book.reads_left = False, BACK_READS
-        self._read_wait_s = 0.0
+            book.capped = False
+        self._elections.member_left(set(instance.hello.devices))
         if not self.instances:
             # The next one may share another pool: nothing is held to compare it with.
             self.devices.clear()
-            self._elected.clear()
+            self._elections.open.clear()
             effects.append(StartTimer("linger", now_s + LINGER_S))
 
     def _timer_fired(self, event: TimerFired, effects: list[Effect]) -> None:
@@ -313,14 +251,15 @@ class Arbitration:
                 if not self.instances:
                     effects.append(Exit())
             case "gather":
-                if self._awaited:
-                    names = ", ".join(sorted(self._awaited))
-                    effects.append(Note(f"no report from {names}; going on without"))
+                if not self._gathered:
+                    names = ", ".join(sorted(self._awaited)) or "the devices"
+                    effects.append(Note(f"no word from {names}; going on without"))
                 self._awaited.clear()
+                self._gathered = True
             case "read":
-                self._read_again(event.now_s, effects)
+                self._elections.read_again(self._unsure_devices(), event.now_s, effects)
             case "back":
-                self._read_back(effects)
+                self._elections.read_back(self._unsure_devices(), effects)
             case "allow":
                 if peer in self.instances:
                     self._allow_again(peer, event.now_s, effects)
@@ -334,24 +273,6 @@ class Arbitration:
                         effects.append(Note(text))
             case _:
                 raise LocalProtocolError(f"no timer is called {event.timer}")
-
-    def _read_again(self, now_s: float, effects: list[Effect]) -> None:
-        self._read_wait_s = min(2 * (self._read_wait_s or READ_WAIT_S), READ_WAIT_S_MAX)
-        self._read_round += 1
-        unsure = self._unsure_devices()
-        if unsure:
-            self._elect(unsure, effects)
-            effects.append(StartTimer("read", now_s + self._read_wait_s))
-        else:
-            self._read_wait_s = 0.0
-
-    def _read_back(self, effects: list[Effect]) -> None:
-        self._back_timer = False
-        self._read_round += 1
-        devices = self._returning(self._unsure_devices())
-        for device in devices:
-            self.devices[device].reads_left -= 1
-        self._elect(devices, effects)
 
     def _allow_again(self, peer: str, now_s: float, effects: list[Effect]) -> None:
         """Repeat the newest allowance while its receiver has not confirmed it."""
@@ -382,7 +303,7 @@ class Arbitration:
             if instance.hello.geometry is not None and instance.reported:
                 self._allow(peer, instance, now_s, effects)
         self._check_conservation(before)
-        self._watch_devices(now_s, effects)
+        self._elections.watch(self._unsure_devices(), now_s, effects)
 
     def _check_conservation(self, before: dict[str, int]) -> None:
         """I1: no decision books more than capacity (which may fall below what is booked)."""
@@ -463,29 +384,6 @@ class Arbitration:
             instance.reclaim_timer = False
             effects.append(StopTimer(f"reclaim:{peer}"))
 
-    def _watch_devices(self, now_s: float, effects: list[Effect]) -> None:
-        """While somebody goes short and a device's figures may be stale, have it read."""
-        unsure = self._unsure_devices()
-        if unsure and not self._read_wait_s:
-            self._read_wait_s = READ_WAIT_S
-            # The wait has just begun: what the books call foreign may be free by now.
-            self._elect({d for d in unsure if not self.devices[d].capped}, effects)
-            effects.append(StartTimer("read", now_s + self._read_wait_s))
-        elif not unsure and self._read_wait_s:
-            self._read_wait_s = 0.0
-            effects.append(StopTimer("read"))
-        returning = bool(self._returning(unsure))
-        if returning and not self._back_timer:
-            effects.append(StartTimer("back", now_s + BACK_WAIT_S))
-        elif not returning and self._back_timer:
-            effects.append(StopTimer("back"))
-        self._back_timer = returning
-
-    def _returning(self, unsure: set[str]) -> set[str]:
-        """Those of the unsure devices that are to show back soon what a member that left had."""
-        books = {device: self.devices[device] for device in unsure}
-        return {d for d, b in books.items() if b.unshown_bytes and b.reads_left and not b.capped}
-
     def _unsure_devices(self) -> set[str]:
         """Devices on which a need waits or a want is unmet, while their figures may be stale."""
         short = set(self._plan.pressed)
@@ -500,18 +398,6 @@ class Arbitration:
             or self.devices[device].capped
             or not self.devices[device].known
         }
-
-    def _elect(self, devices: set[str], effects: list[Effect]) -> None:
-        for device in sorted(devices):
-            able = [p for p, i in self.instances.items() if device in i.hello.devices]
-            # One with agents on the device, if any, reads it in passing.
-            able.sort(key=lambda p: (device not in self.instances[p].cost, p))
-            if able:
-                self._elected.add(device)
-                self.counters["device_reads"] += 1
-                # Another one each time: the last may be stopped and never answer.
-                chosen = able[self._read_round % len(able)]
-                effects.append(Send(chosen, Elect(epoch=self.epoch, device=device)))
 
     # --- figures ---
 

@@ -193,9 +193,11 @@ def _arbiter(run: RunDir) -> list[Finding]:
 
 def _no_answer(run: RunDir, error: KvAdmitError) -> Finding:
     lock = ArbiterLock(run)
-    if isinstance(error, PeerTimeoutError):
-        pid = lock.holder()
-        state = "is stopped" if is_stopped(pid) else "does not answer"
+    pid = lock.holder()
+    # One that is stopped right after it took the lock has bound nothing yet.
+    stopped = lock.is_taken() and is_stopped(pid)
+    if stopped or isinstance(error, PeerTimeoutError):
+        state = "is stopped" if stopped else "does not answer"
         return Finding(
             "arbiter",
             "fail",
@@ -210,7 +212,6 @@ def _no_answer(run: RunDir, error: KvAdmitError) -> Finding:
     if lock.try_acquire():
         lock.release()
         return Finding("arbiter", "ok", "none runs; the first instance starts it")
-    pid = lock.holder()
     return Finding(
         "arbiter",
         "fail",

@@ -259,6 +259,8 @@ class Group:
     def _have_read(self, device: str, effects: list[Effect]) -> None:
         """Have `device` read by one of its agents, or here while none has joined."""
         ranks = [rank for rank, hello in self.joined.items() if hello.device == device]
+        silent = self.book.silent_ranks(self.lost_ranks)
+        ranks = [rank for rank in ranks if rank not in silent] or ranks
         self.counters["device_reads"] += 1
         effects.append(SendAgent(min(ranks), ReadDevice()) if ranks else ReadHere(device))
 
@@ -545,11 +547,11 @@ class Group:
 
 
 def _asks(effect: Effect, told: Report | None) -> bool:
-    """Whether it asks for memory that `told` does not ask for: by a report or an attempt."""
+    """Whether it asks for memory: by an attempt, or a report that names no other silent ranks."""
     match effect:
         case SendArbiter(Report() as report):
-            need, want = (told.need, told.want) if told is not None else (0, 0)
-            return report.need > need or report.want > want
+            named = told is not None and report.silent != told.silent
+            return not named and (report.need > 0 or report.want > 0)
         case SendAgent(_, MapGrant() as grant):
             return grant.kind == "prepare"
     return False

@@ -455,6 +455,50 @@ class EngineProcess(_Process):
         return self.ask({"status": True})
 
 
+FRONT_END = """
+import json, subprocess, sys
+command = json.loads(sys.argv[1])
+child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+for line in sys.argv[2:]:
+    child.stdin.write(line.encode() + b"\\n")
+child.stdin.flush()
+assert json.loads(child.stdout.readline())["runtime"]
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+class FrontEnd:
+    """A process with an engine as its child, which ends when this one is killed.
+
+    `first` and `orders`: the lines that the engine reads; nobody waits for their answers.
+    """
+
+    def __init__(self, first: dict[str, Any], *orders: dict[str, Any]) -> None:
+        command = [sys.executable, "-m", "integration.cluster", "engine"]
+        lines = [command, first | {"watch_parent": True}, *orders]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", FRONT_END, *map(json.dumps, lines)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment(),
+        )
+        assert self.process.stdout is not None
+        self._descriptor = os.pidfd_open(int(self.process.stdout.readline()))
+
+    def engine_ends(self, wait_s: float) -> bool:
+        """Whether the engine's process ends within `wait_s`."""
+        return wait_ended(self._descriptor, wait_s)
+
+    def __enter__(self) -> FrontEnd:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        os.close(self._descriptor)
+
+
 def engine_order(
     run_dir: Path | str,
     name: str,

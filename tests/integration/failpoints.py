@@ -36,7 +36,9 @@ class Failpoint(msgspec.Struct, frozen=True):
     """
 
     at: str
-    act: Literal["kill", "stop", "fail", "refuse", "lose", "kill arbiter", "stop arbiter"]
+    act: Literal[
+        "kill", "stop", "fail", "refuse", "lose", "kill arbiter", "stop arbiter", "kill parent"
+    ]
 
 
 class _Trigger:
@@ -58,6 +60,8 @@ class _Trigger:
         elif act == "stop":
             # To this very thread: sent to the process, it would run on for a while.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        elif act == "kill parent":
+            os.kill(os.getppid(), signal.SIGKILL)
         elif act.endswith("arbiter"):
             pid = self._arbiter_pid()
             assert pid > 0, "there is an arbiter to strike"

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from integration.cluster import (
     wait_ended,
     wait_until,
 )
-from kvadmit import cli, coordinator
+from kvadmit import channel, cli, coordinator
 from kvadmit.arbitration import LINGER_S
 from kvadmit.channel import AgentPoller, BadPeer, BlockingDealer, LeaseLost, Ready, Received
 from kvadmit.errors import PeerLostError, PeerTimeoutError
@@ -397,6 +398,51 @@ def test_doctor_names_an_arbiter_of_another_run_directory(
             assert [mine in seen["text"], other in seen["text"]] == [True, True]
         end_arbiter(elsewhere)
         assert other not in found(run_dir)["text"]
+
+
+def test_an_arbiter_stopped_before_it_has_bound_anything_is_named(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "import os, signal; from kvadmit.rundir import ArbiterLock, RunDir; "
+        f"lock = ArbiterLock(RunDir.open({str(run_dir)!r})); assert lock.try_acquire(); "
+        "os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        wait_until(lambda: is_stopped(process.pid), "stopped with the lock")
+        assert cli.main(["doctor", "--run-dir", str(run_dir)]) == 1
+        assert f"fail  arbiter: pid {process.pid} is stopped" in capsys.readouterr().out
+    finally:
+        process.kill()
+        process.wait()
+
+
+FLOOD = 60_000
+
+
+def test_who_floods_the_arbiter_and_reads_nothing_hinders_nobody(run_dir: Path) -> None:
+    with arbiter(run_dir) as process, Peer(RunDir.open(str(run_dir))) as other:
+        answered: list[Message] = []
+        memory = Path(f"/proc/{process.pid}/statm")
+        before = int(memory.read_text().split()[1])
+
+        def flood() -> None:
+            with Peer(RunDir.open(str(run_dir))) as noisy:
+                for _ in range(FLOOD):
+                    noisy.dealer.send(StatusQuery())
+                    while noisy.dealer.backlog():  # as fast as it is taken
+                        channel._flush_dealer(noisy.dealer, noisy.dealer._peer)
+
+        flooder = threading.Thread(target=flood)
+        flooder.start()
+        while flooder.is_alive():
+            answered += messages(other.ask(StatusQuery()))
+        flooder.join()
+        assert len(answered) > 10, "others are answered meanwhile"
+        grown = int(memory.read_text().split()[1]) - before
+        assert grown * os.sysconf("SC_PAGE_SIZE") < 32 << 20, "answers nobody reads are dropped"
+        assert arbiter_pid(run_dir) == process.pid
 
 
 def test_doctor_takes_its_own_arbiter_for_no_other_one_however_it_was_started(

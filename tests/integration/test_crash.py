@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,13 +19,12 @@ from integration.cluster import (
     WAIT_S,
     Engine,
     EngineProcess,
+    FrontEnd,
     WorkerProcess,
     arbiter_pid,
-    child_environment,
     engine_order,
     make_plan,
     running,
-    wait_ended,
     wait_until,
 )
 from integration.test_two_instances import books, wait_books_equal
@@ -231,49 +227,14 @@ def test_the_engine_ends_when_a_worker_is_killed(run_dir: Path) -> None:
         assert alpha.lost_reason == "rank 0 closed its lease line"
 
 
-FRONT_END = """
-import json, subprocess, sys
-command = json.loads(sys.argv[1])
-child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-child.stdin.write(sys.argv[2].encode() + b"\\n")
-child.stdin.flush()
-assert json.loads(child.stdout.readline())["runtime"]
-print(child.pid, flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.mark.parametrize("deaf", [False, True])
 def test_the_engine_ends_when_its_front_end_is_killed(run_dir: Path, deaf: bool) -> None:
     """Also one that does not hear SIGTERM: it is ended after a grace."""
-    first = engine_order(run_dir, "alpha") | {"watch_parent": True, "deaf": deaf}
-    front_end = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            FRONT_END,
-            json.dumps([sys.executable, "-m", "integration.cluster", "engine"]),
-            json.dumps(first),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=child_environment(),
-    )
-    assert front_end.stdin is not None
-    assert front_end.stdout is not None
-    try:
-        descriptor = os.pidfd_open(int(front_end.stdout.readline()))
-        try:
-            assert not wait_ended(descriptor, 0.1)
-            front_end.kill()
-            assert wait_ended(descriptor, 15.0), "memory is back within 15 s"
-        finally:
-            os.close(descriptor)
-    finally:
-        front_end.kill()
-        front_end.stdin.close()
-        front_end.stdout.close()
-        front_end.wait()
+    first = engine_order(run_dir, "alpha") | {"deaf": deaf}
+    with FrontEnd(first) as front_end:
+        assert not front_end.engine_ends(0.1)
+        front_end.process.kill()
+        assert front_end.engine_ends(15.0), "memory is back within 15 s"
     # Nothing holds memory any more, and the next one starts.
     with running(Engine(run_dir, "beta")):
         assert set(books(run_dir)["instances"]) == {"beta"}

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from integration.cluster import (
@@ -19,8 +20,10 @@ from integration.cluster import (
     WAIT_S,
     Engine,
     EngineProcess,
+    FrontEnd,
     WorkerProcess,
     arbiter_pid,
+    engine_order,
     running,
     wait_until,
 )
@@ -188,6 +191,25 @@ def test_an_engine_killed_there_leaves_all_memory_to_the_other(run_dir: Path, at
             wait_books_equal(run_dir, beta, gamma)
             own = len(list(run_dir.glob("i-*.own")))
             assert own == 2, "the victim's files went with the start after it"
+
+
+@pytest.mark.parametrize("at", ENGINE_POINTS)
+def test_an_engine_whose_front_end_is_killed_there_ends_and_leaves_all_memory(
+    run_dir: Path, at: str
+) -> None:
+    beta = Engine(run_dir, "beta")
+    with running(beta):
+        failpoint = msgspec.to_builtins(Failpoint(at, "kill parent"))
+        orders: list[dict[str, int]] = [{"use": HALF, "cached": 0}]
+        if at in ("fence sent", "decommit sent"):
+            orders += [{"wait_resident": HALF}, {"use": 1, "cached": 0}]
+        first = engine_order(run_dir, "victim") | {"failpoint": failpoint}
+        with FrontEnd(first, *orders) as front_end:
+            assert front_end.process.wait(WAIT_S) == -signal.SIGKILL
+            grow_to(beta, HALF)
+            assert front_end.engine_ends(WAIT_S)
+        grow_to(beta, POOL_EXTENTS)
+        wait_books_equal(run_dir, beta)
 
 
 @pytest.mark.parametrize("act", ["kill arbiter", "stop arbiter"])

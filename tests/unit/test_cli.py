@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvadmit import cli, doctor
-from kvadmit.arbitration import Arbitration, PeerSent
+from kvadmit.arbitration import Arbitration
+from kvadmit.arbitration_events import PeerSent
 from kvadmit.config import as_table
 from kvadmit.doctor import Finding
 from kvadmit.errors import PeerLostError, PeerTimeoutError

@@ -48,6 +48,8 @@ _NEXT = {
 are there; but it tells parts apart, or one would give a number that is there already.
 """
 _FOR_PEOPLE = {"counters", "needs_since_s", "stale_messages", "stale_orders"}
+_ELSEWHERE = {("Elections", "_devices"), ("Elections", "_instances")}
+"""What a piece only looks at: its owner has it."""
 _NUMBERED_BY_INSTANCE = {"Report", "Reports"}
 """Where readings have numbers of the instance; elsewhere they have those of a rank."""
 
@@ -149,7 +151,7 @@ def _plain(value: Any, who: str, numbers: Numbers) -> Hashable:
         who = f"{who.split()[0]} itself"
     plain: list[Hashable] = [name]
     for field, each in _fields(value):
-        if field in _FOR_PEOPLE:
+        if field in _FOR_PEOPLE or (name, field) in _ELSEWHERE:
             continue
         if (name, field) in _NEXT:
             numbers.setdefault(_FOLLOWING, []).append(each)

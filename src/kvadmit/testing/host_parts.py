@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-from kvadmit import arbitration, group, group_events, member
+from kvadmit import arbitration, arbitration_events, group, group_events, member
 from kvadmit.errors import InvariantViolation
 from kvadmit.extents import from_runs, to_runs
 from kvadmit.messages import AgentHello, Bye, DeviceReading, Geometry, Hello, MapGrant
@@ -31,26 +31,26 @@ class Arbiter:
 
     def hear(self, now_s: float, peer: str, message: Any) -> Sent:
         """Take a message of an instance."""
-        return self._feed(arbitration.PeerSent(now_s, peer, message))
+        return self._feed(arbitration_events.PeerSent(now_s, peer, message))
 
     def lose(self, now_s: float, peer: str) -> Sent:
         """See the end of an instance's lease line."""
-        return self._feed(arbitration.PeerLost(now_s, peer))
+        return self._feed(arbitration_events.PeerLost(now_s, peer))
 
     def fire(self, now_s: float, timer: str) -> Sent:
         """Let `timer` be due."""
         del self.timers[timer]
-        return self._feed(arbitration.TimerFired(now_s, timer))
+        return self._feed(arbitration_events.TimerFired(now_s, timer))
 
-    def _feed(self, event: arbitration.Event) -> Sent:
+    def _feed(self, event: arbitration_events.Event) -> Sent:
         sent: Sent = []
         for effect in self.machine.step(event):
             match effect:
-                case arbitration.Send(peer, message):
+                case arbitration_events.Send(peer, message):
                     sent.append((f"arbiter {peer}", message))
-                case arbitration.StartTimer(timer, at_s):
+                case arbitration_events.StartTimer(timer, at_s):
                     self.timers[timer] = at_s
-                case arbitration.StopTimer(timer):
+                case arbitration_events.StopTimer(timer):
                     self.timers.pop(timer, None)
                 case _:
                     pass

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvadmit import arbitration, group, group_events, member
+from kvadmit import arbitration, arbitration_events, group, group_events, member
 from kvadmit.errors import InvariantViolation
 from kvadmit.extents import from_runs, to_runs
 from kvadmit.messages import (
@@ -604,13 +604,13 @@ class World:
         open_link = instance.link == link and self.now_s >= instance.cut_until_s
         if instance.alive and open_link and self.arbiter is not None:
             self.peers[instance.peer] = (instance, link)
-            self._feed_arbiter(arbitration.PeerSent(self.now_s, instance.peer, message))
+            self._feed_arbiter(arbitration_events.PeerSent(self.now_s, instance.peer, message))
 
-    def _feed_arbiter(self, event: arbitration.Event) -> None:
+    def _feed_arbiter(self, event: arbitration_events.Event) -> None:
         assert self.arbiter is not None
         process = self.arbiter_process
 
-        def feed(held: arbitration.Event) -> None:
+        def feed(held: arbitration_events.Event) -> None:
             if process is self.arbiter_process and self.arbiter is not None:
                 self._feed_arbiter(held)
 
@@ -618,14 +618,14 @@ class World:
             return
         for effect in self.arbiter.step(event):
             match effect:
-                case arbitration.Send(peer, message):
+                case arbitration_events.Send(peer, message):
                     instance, link = self.peers[peer]
                     self.deliver(partial(self._to_instance, instance, link, message))
-                case arbitration.StartTimer(timer, at_s):
+                case arbitration_events.StartTimer(timer, at_s):
                     self._start_arbiter_timer(timer, at_s)
-                case arbitration.StopTimer(timer):
+                case arbitration_events.StopTimer(timer):
                     self.arbiter_timers.pop(timer, None)
-                case arbitration.Exit():
+                case arbitration_events.Exit():
                     self.arbiter = None
                     return
                 case _:
@@ -641,7 +641,7 @@ class World:
             live = self.arbiter is not None and self.epoch == epoch
             if live and self.arbiter_timers.get(timer) == ticket:
                 del self.arbiter_timers[timer]
-                self._feed_arbiter(arbitration.TimerFired(self.now_s, timer))
+                self._feed_arbiter(arbitration_events.TimerFired(self.now_s, timer))
 
         self.at(at_s, fire)
 
@@ -677,7 +677,7 @@ class World:
             self.after(
                 0.001,
                 lambda: (
-                    self._feed_arbiter(arbitration.PeerLost(self.now_s, victim.peer))
+                    self._feed_arbiter(arbitration_events.PeerLost(self.now_s, victim.peer))
                     if self.arbiter is not None
                     else None
                 ),
