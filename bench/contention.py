@@ -27,7 +27,7 @@ from bench.colocated import gpus, models, plot, table
 from bench.colocated.arguments import bounds, minutes, not_negative, positive, size
 from bench.colocated.fleet import InstanceError
 from bench.colocated.gpus import GpuError, GpuHost
-from bench.colocated.policies import MARGIN_BYTES, POLICIES
+from bench.colocated.policies import MARGIN_BYTES, ON_GPUS, POLICIES
 from bench.colocated.result import ResultFiles, StaleResultError, versions
 from bench.colocated.session import Plan, run_all
 from bench.colocated.setup import BLOCK_TOKENS, Setup
@@ -142,6 +142,13 @@ def parser() -> argparse.ArgumentParser:
         help="on GPUs: let a ballast take all but N GiB of each; left out: as --pool needs",
     )
     add(
+        "--together",
+        action="store_true",
+        help="on GPUs: keep the instances of all policies there, each with memory of its own; runs "
+        "that follow each other at once compare best",
+    )
+    add("--attention", default="", metavar="BACKEND", help="on GPUs: vLLM's attention backend")
+    add(
         "--base",
         type=size,
         default=None,
@@ -209,18 +216,19 @@ def _on_gpus(setup: Setup, arguments: argparse.Namespace) -> Setup:
         base = weights // setup.tp + BASE_BYTES
     if not model:
         model = str(models.make_shape(OUT / "8b-shape", models.EIGHT_B))
-    beside = setup.shape.instances * base + MARGIN_BYTES
+    fleets = len(set(arguments.policy)) if arguments.together else 1
+    beside = fleets * setup.shape.instances * base + MARGIN_BYTES
     leave = None if arguments.leave_gib is None else int(arguments.leave_gib * GIB)
     pool = arguments.pool
     most = found[0].total_bytes if leave is None else leave
     if pool is None:
-        pool = setup.tp * (most - beside)
+        pool = setup.tp * (most - beside) // fleets
     elif leave is None:
-        most = leave = pool // setup.tp + beside
-    if pool <= 0 or most > found[0].total_bytes or pool // setup.tp + beside > most:
+        most = leave = fleets * pool // setup.tp + beside
+    if pool <= 0 or most > found[0].total_bytes or fleets * pool // setup.tp + beside > most:
         raise GpuError(
-            f"{setup.shape.instances} instances hold {format_bytes(beside)} of each GPU beside KV "
-            f"memory; {format_bytes(most)} are too little or too much "
+            f"{fleets * setup.shape.instances} instances hold {format_bytes(beside)} of each GPU "
+            f"beside KV memory; {format_bytes(most)} are too little or too much "
             "with it: change --pool, --leave-gib or --base"
         )
     return msgspec.structs.replace(
@@ -231,6 +239,8 @@ def _on_gpus(setup: Setup, arguments: argparse.Namespace) -> Setup:
         pool_bytes=pool,
         leave_bytes=leave,
         base_bytes=base,
+        fleets=fleets,
+        attention=arguments.attention,
         block_tokens=GPU_BLOCK_TOKENS,
         max_num_seqs=256,
         sample_s=0.2,
@@ -253,8 +263,9 @@ def main(argv: list[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         setup = setup_of(arguments)
-        if setup.device == "cpu" and "kvcached" in arguments.policy:
-            asked.error("--policy kvcached needs GPUs")
+        for policy in ON_GPUS:
+            if setup.device == "cpu" and policy in arguments.policy:
+                asked.error(f"--policy {policy} needs GPUs")
         files = ResultFiles(
             arguments.json,
             seed=setup.seed,

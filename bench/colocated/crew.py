@@ -70,9 +70,10 @@ class Crew:
         return fleet
 
     def _has_room(self) -> bool:
-        """Whether one more fleet fits. A GPU's memory is for one fleet at a time."""
-        on_cpus = self._setup.device == "cpu"
-        return on_cpus and available_bytes() >= self._fleet_bytes + RESERVE_BYTES
+        """Whether one more fleet fits; how many a GPU has room for was fixed before."""
+        if self._setup.device == "cuda":
+            return len(self._fleets) < self._setup.fleets
+        return available_bytes() >= self._fleet_bytes + RESERVE_BYTES
 
     async def _warm_up(self, fleet: Fleet) -> None:
         """Play a few requests nobody counts: first steps of an engine load and allocate."""

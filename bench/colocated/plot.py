@@ -33,6 +33,7 @@ WORDS = {
     "kvcached": "kvcached: EngineCore-owned",
     "sync": "sync: growth on the scheduler's path",
     "event": "event: kvadmit",
+    "event-layers": "event-layers: kvadmit, layers outermost",
 }
 POINTS = 800
 

@@ -9,6 +9,7 @@ On CPUs all of them wait for messages alike (`short_waits`); on GPUs as vLLM doe
 - `kvcached`: kvcached, EngineCore-owned; GPUs only.
 - `sync`: growth as a synchronous call on the scheduler's path (see `sync_policy/`).
 - `event`: kvadmit.
+- `event-layers`: kvadmit with layers outermost, one driver mapping per layer; GPUs only.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from bench.colocated.channel import Spec
 from bench.colocated.setup import Setup
 from kvadmit.units import GIB
 
-Policy = Literal["static", "kvcached", "sync", "event"]
+Policy = Literal["static", "kvcached", "sync", "event", "event-layers"]
 POLICIES: tuple[str, ...] = get_args(Policy)
+ON_GPUS = ("kvcached", "event-layers")
+"""Those that there is nothing to run of on a CPU."""
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN_PATHS = (str(ROOT), str(ROOT / "bench" / "colocated" / "plugins"))
@@ -36,10 +39,12 @@ PLUGINS = {
     "kvcached": (),
     "sync": ("kvadmit_bench_sync",),
     "event": ("kvadmit", "kvadmit_bench_event"),
+    "event-layers": ("kvadmit", "kvadmit_bench_event"),
 }
 SHORT_WAITS = "kvadmit_bench_short_waits"
 MARGIN_BYTES = 1 * GIB
 """What no policy lends of a GPU: PyTorch's allocator may grow a little at any time."""
+LAYER_OUTERMOST = "LBNHC"
 UTILIZATION = 0.01
 """For whoever is told the size of its KV cache: vLLM's gate at the start asks for no more."""
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -117,7 +122,9 @@ def _arguments(setup: Setup, policy: str, name: str, run_dir: str) -> dict[str, 
 def _device_arguments(setup: Setup) -> dict[str, Any]:
     if setup.device == "cpu":
         return {"enforce_eager": True}
+    attention = {"attention_backend": setup.attention} if setup.attention else {}
     return {
+        **attention,
         "dtype": "bfloat16",
         # Also with one rank, so that what EngineCore holds is its own.
         "distributed_executor_backend": "mp",
@@ -137,6 +144,7 @@ def _memory(setup: Setup, policy: str, name: str, run_dir: str) -> dict[str, Any
     section: dict[str, Any] = {"enable": True, "name": name, "run_dir": run_dir}
     if on_gpus:
         section |= {
+            "layout": LAYER_OUTERMOST if policy == "event-layers" else "auto",
             "margin": MARGIN_BYTES,
             "start": setup.base_bytes,
             "cap": setup.pool_bytes // setup.tp,

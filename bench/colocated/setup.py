@@ -26,8 +26,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     after a start and not counted. `worker_delay_ms` is added to every answer of
     a worker to a growth order. `probes`: per instance, clients whose one-block requests need
     no growth. `timeout_s` bounds one run. On GPUs (`device` "cuda"): rank r is on the r-th of
-    `gpus`, `leave_bytes` are what the ballast leaves of each for everybody, and `base_bytes` what
-    an instance is taken to hold on each beside KV memory.
+    `gpus`, `leave_bytes` are what the ballast leaves of each for everybody, `base_bytes` what
+    an instance is taken to hold on each beside KV memory, and instances of up to `fleets` policies
+    stand there at once. `attention`: vLLM's backend, "" for its own choice.
     """
 
     shape: Shape
@@ -48,6 +49,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[Gpu, ...] = ()
     leave_bytes: int | None = None
     base_bytes: int = 0
+    fleets: int = 1
+    attention: str = ""
 
     def workload(self) -> dict[str, Any]:
         """Return the part of the JSON by which two results are known to be comparable.
@@ -56,7 +59,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         """
         shape = msgspec.to_builtins(self.shape)
         del shape["scenario"]
-        on_gpus = {"leave_bytes": self.leave_bytes, "base_bytes": self.base_bytes}
+        on_gpus = {
+            "leave_bytes": self.leave_bytes,
+            "base_bytes": self.base_bytes,
+            "fleets": self.fleets,
+            "attention": self.attention,
+        }
         return {
             **shape,
             **(on_gpus if self.device == "cuda" else {}),

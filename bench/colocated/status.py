@@ -17,7 +17,7 @@ RESTART = "kvadmit_bench_restart"
 """Counts and percentiles begin with this call, so that a run has its own."""
 LEVEL = "kvadmit_bench_level"
 """Answers with bytes held, running and waiting requests, and waits for nobody."""
-POLICIES = ("sync", "event")
+POLICIES = ("sync", "event", "event-layers")
 """Those whose EngineCore has these methods. Stock vLLM has none."""
 
 

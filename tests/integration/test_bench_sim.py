@@ -53,13 +53,15 @@ def test_all_policies_complete_and_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_append_makes_only_what_is_missing(tmp_path: Path) -> None:
-    bench(tmp_path, f"{SMALL} --policy static", 60)
-    before = bench(tmp_path, f"{SMALL} --policy static --append --repeats 2", 60)
+    # A tree with edits has no name of its own, and is refused.
+    named = f"{SMALL} --policy static --commit some-tree"
+    bench(tmp_path, named, 60)
+    before = bench(tmp_path, f"{named} --append --repeats 2", 60)
     assert [(run["policy"], run["repeat"]) for run in before["runs"]] == [
         ("static", 0),
         ("static", 1),
     ]
-    after = bench(tmp_path, f"{SMALL} --policy static --append --repeats 2", 60)
+    after = bench(tmp_path, f"{named} --append --repeats 2", 60)
     assert after["runs"] == before["runs"]
 
 

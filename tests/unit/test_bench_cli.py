@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from bench import contention
 from bench.colocated import delay
-from bench.colocated.policies import POLICIES, launches, share_bytes
+from bench.colocated.policies import ON_GPUS, POLICIES, launches, share_bytes
 from bench.colocated.setup import Setup
 from bench.colocated.workload import Shape
 
@@ -17,7 +17,7 @@ from kvadmit.vmm import ExtentLayout, Strip
 from kvadmit.vmm_cuda import CudaAddressSpace
 from kvadmit.vmm_host import HostAddressSpace, HostPool
 
-ON_CPUS = [policy for policy in POLICIES if policy != "kvcached"]
+ON_CPUS = [policy for policy in POLICIES if policy not in ON_GPUS]
 SETUP = Setup(
     shape=Shape(scenario="alternating", instances=2, requests=2),
     engine="vllm",

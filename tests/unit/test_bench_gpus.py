@@ -12,7 +12,7 @@ from bench import contention
 from bench.colocated import gpus, kvcached_levels
 from bench.colocated.gpus import Gpu, GpuError, GpuHost, Watch
 from bench.colocated.kvcached_levels import KvcachedLevels
-from bench.colocated.policies import MARGIN_BYTES, launches
+from bench.colocated.policies import MARGIN_BYTES, ON_GPUS, POLICIES, launches
 from bench.colocated.setup import Setup
 
 from kvadmit.config import Settings
@@ -171,15 +171,12 @@ def test_the_shape_served_by_default_is_that_of_an_8b_model(big: None) -> None:
 def test_every_policy_has_the_same_memory_on_gpus(big: None) -> None:
     setup = arguments("--tp", "2", "--pool", "24GiB", "--base", "10GiB")
     site = {"CUDA_MPS_PIPE_DIRECTORY": "/mps"}
-    made = {
-        policy: launches(setup, policy, "/run/x", site)[0]
-        for policy in ("static", "kvcached", "sync", "event")
-    }
+    made = {policy: launches(setup, policy, "/run/x", site)[0] for policy in POLICIES}
     for launch in made.values():
         assert launch.environment["CUDA_MPS_PIPE_DIRECTORY"] == "/mps"
         assert "enforce_eager" not in launch.spec.engine_args
     assert made["static"].spec.engine_args["kv_cache_memory_bytes"] == 6 * GIB
-    for policy in ("sync", "event"):
+    for policy in ("sync", "event", "event-layers"):
         section = made[policy].spec.engine_args["additional_config"]["kvadmit"]
         settings = Settings.parse(section)
         assert (settings.cap, settings.margin) == (12 * GIB, MARGIN_BYTES)
@@ -191,11 +188,38 @@ def test_every_policy_has_the_same_memory_on_gpus(big: None) -> None:
     assert float(kvcached.environment["KVCACHED_GPU_UTILIZATION"]) == pytest.approx(139 / 140)
 
 
-def test_kvcached_is_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("policy", ON_GPUS)
+def test_some_policies_are_for_gpus(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        contention.main(["--device", "cpu", "--policy", "kvcached"])
+        contention.main(["--device", "cpu", "--policy", policy])
     assert ended.value.code == 2
-    assert "--policy kvcached needs GPUs" in capsys.readouterr().err
+    assert f"--policy {policy} needs GPUs" in capsys.readouterr().err
+
+
+def test_policies_that_stand_there_together_have_memory_of_their_own(big: None) -> None:
+    """Each as much as it would have alone."""
+    of_one = ["--tp", "2", "--pool", "24GiB", "--base", "10GiB", "--policy", "static", "event"]
+    alone, both = arguments(*of_one), arguments(*of_one, "--together")
+    assert (alone.fleets, both.fleets) == (1, 2)
+    assert alone.leave_bytes is not None
+    assert both.leave_bytes == 2 * (alone.leave_bytes - MARGIN_BYTES) + MARGIN_BYTES
+    assert both.pool_bytes == alone.pool_bytes
+    assert "fleets" in both.workload(), "their runs are not those of one at a time"
+    filled = arguments("--base", "10GiB", "--policy", "static", "event", "--together")
+    assert filled.pool_bytes == (140 * GIB - MARGIN_BYTES) // 2 - 2 * 10 * GIB
+    with pytest.raises(GpuError, match="8 instances hold"):
+        arguments("--base", "20GiB", "--policy", *POLICIES[:4], "--together")
+
+
+def test_the_layout_compared_is_the_one_that_is_no_default(big: None) -> None:
+    setup = arguments("--attention", "TRITON_ATTN")
+    layouts = {}
+    for policy in ("event", "event-layers"):
+        (launch, _) = launches(setup, policy, "/run/x", {})
+        assert launch.spec.engine_args["attention_backend"] == "TRITON_ATTN"
+        section = launch.spec.engine_args["additional_config"]["kvadmit"]
+        layouts[policy] = Settings.parse(section).layout
+    assert layouts == {"event": "auto", "event-layers": "LBNHC"}
 
 
 def test_kvcacheds_levels_are_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
