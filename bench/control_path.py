@@ -4,7 +4,8 @@
     python bench/control_path.py [--device host|cuda] [--tp 1 2 4] [--busy] [--json FILE]
 
 Real coordinator, arbiter, agents and memory; idle workers, a process for each rank (on GPUs one
-GPU each). *growth* is PREPARE sent to the last rank's COMMIT answer, zeroed memory included;
+GPU each). *growth* is PREPARE sent to the last rank's COMMIT answer, without the zeroes, which a
+worker enqueues with its next step;
 *told to there* is levels posted to blocks handed out, with the arbiter and both threads' wake-ups
 in it; *shrink* is blocks returned to bytes free on every rank, with the fence and the decay of
 spare extents, here at once. With `--busy` another thread of every process runs Python nearly all

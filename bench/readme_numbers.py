@@ -226,14 +226,17 @@ def driver_calls() -> str:
         f"driver {named['driver']}, commit {found['commit'][:12]}, batches of {CALLS_BATCH}, "
         f"p50 / p99 of {found['rounds']} batches",
         "",
-        "| layout | beside | prepare | commit | decommit | kernels' rate beside it |",
-        "|---|---|--:|--:|--:|--:|",
+        "| layout | beside | prepare | commit | zero | decommit | kernels' rate beside it |",
+        "|---|---|--:|--:|--:|--:|--:|",
     ]
     for row in found["rows"]:
         if row["batch"] != CALLS_BATCH:
             continue
-        spreads = [row[f"{call}_us"] for call in ("prepare", "commit", "decommit")]
-        times = [f"{one['p50']:,.0f} / {one['p99']:,.0f} us" for one in spreads]
+        spreads = [row.get(f"{call}_us") for call in ("prepare", "commit", "zero", "decommit")]
+        times = [
+            NOTHING if one is None else f"{one['p50']:,.0f} / {one['p99']:,.0f} us"
+            for one in spreads
+        ]
         left = show(row.get("kernel_rate_left"), "{:.2f} x")
         rows.append(f"| {row['layout']} | {row['beside']} | {' | '.join(times)} | {left} |")
     return "\n".join(rows)

@@ -4,8 +4,9 @@
     python bench/vmm_calls.py [--device cuda|host] [--json FILE]
 
 For each layout (block-outermost: one run of bytes per extent; layer-outermost: one per layer) and
-batch size: prepare, commit (with zeroing and the wait for it) and decommit, per extent, idle and
-beside running kernels. With kernels, how much slower those become is measured as well.
+batch size: prepare, commit, zero (idle only; with the wait for it) and decommit, per extent: idle,
+beside running kernels, and beside a thread whose launches wait for room in the driver's queue all
+the time. With kernels, how much slower those become is measured as well.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ BATCHES = (1, 8, 32)
 ROUNDS = 60
 LAYOUTS = {"block-outermost": 1, "layer-outermost": LAYERS}
 LOAD_S = 2.0
+CALLS = ("prepare", "commit", "zero", "decommit")
 CUDA_GRANULE_BYTES = 2 * MIB
 
 
@@ -98,30 +100,40 @@ def open_space(device: str, extent_bytes: int, strips: int) -> Iterator[tuple[An
 
 def rows_of(space: Any, layout: str, *, beside_kernels: bool) -> list[dict[str, Any]]:
     """Return the figures of every batch size, beside nothing and, if so, beside kernels."""
-    rows = [{"layout": layout, "beside": "nothing", **figures(space, batch)} for batch in BATCHES]
+    rows = [
+        {"layout": layout, "beside": "nothing", **figures(space, batch, zero=True)}
+        for batch in BATCHES
+    ]
     if not beside_kernels:
         return rows
-    with running_kernels(space) as loops:
-        alone = rate(loops)
-        for batch in BATCHES:
-            began = loops(), time.perf_counter()
-            row = {"layout": layout, "beside": "kernels", **figures(space, batch)}
-            left = (loops() - began[0]) / (time.perf_counter() - began[1])
-            rows.append(row | {"kernel_rate_left": left / alone})
+    for beside in ("kernels", "full queue"):
+        with running_kernels(space, waiting=beside == "kernels") as loops:
+            alone = rate(loops)
+            for batch in BATCHES:
+                began = loops(), time.perf_counter()
+                row = {"layout": layout, "beside": beside, **figures(space, batch, zero=False)}
+                left = (loops() - began[0]) / (time.perf_counter() - began[1])
+                rows.append(row | {"kernel_rate_left": left / alone})
     return rows
 
 
-def figures(space: Any, batch: int) -> dict[str, Any]:
+def figures(space: Any, batch: int, *, zero: bool) -> dict[str, Any]:
     """Return microseconds per extent of each call, p50 and p99 over ROUNDS batches."""
     extents = list(range(1, 2 * batch, 2))
-    taken: dict[str, list[float]] = {"prepare": [], "commit": [], "decommit": []}
+    zero &= hasattr(space, "wait_device")  # pages of the host come zeroed from the kernel
+    calls = ("prepare", "commit", *(["zero"] if zero else []), "decommit")
+    taken: dict[str, list[float]] = {call: [] for call in calls}
     for _ in range(ROUNDS):
         for call, seen in taken.items():
             began = time.perf_counter()
-            result = getattr(space, call)(extents)
+            if call == "zero":
+                space.zero_fresh(0)
+                space.wait_device()
+            else:
+                result = getattr(space, call)(extents)
+                if result.error is not None:
+                    raise result.error
             seen.append((time.perf_counter() - began) * 1e6 / batch)
-            if result.error is not None:
-                raise result.error
     found: dict[str, Any] = {"batch": batch}
     for call, seen in taken.items():
         found[f"{call}_us"] = {"p50": percentile(seen, 50), "p99": percentile(seen, 99)}
@@ -129,13 +141,19 @@ def figures(space: Any, batch: int) -> dict[str, Any]:
 
 
 @contextmanager
-def running_kernels(space: Any) -> Iterator[Callable[[], int]]:
-    """Keep kernels running on every other extent; yields how many loops they made so far."""
+def running_kernels(space: Any, *, waiting: bool) -> Iterator[Callable[[], int]]:
+    """Keep kernels running on every other extent; yields how many loops they made so far.
+
+    Those of a loop are waited for if `waiting`; else they are enqueued as fast as the driver takes
+    them, which is as fast as the GPU runs them once its queue is full.
+    """
     import torch
 
     even = list(range(0, EXTENTS, 2))
     space.prepare(even)
     space.commit(even)
+    space.zero_fresh(0)
+    space.wait_device()
     tensor = torch.utils.dlpack.from_dlpack(space.dlpack())
     parts = [
         tensor[offset : offset + length].view(torch.int32)
@@ -147,7 +165,8 @@ def running_kernels(space: Any) -> Iterator[Callable[[], int]]:
     def loop() -> None:
         while not stop.is_set():
             torch._foreach_add_(parts, 1)  # one call, so that this thread seldom has the GIL
-            torch.cuda.current_stream().synchronize()
+            if waiting:
+                torch.cuda.current_stream().synchronize()
             made[0] += 1
 
     thread = threading.Thread(target=loop)
@@ -157,6 +176,7 @@ def running_kernels(space: Any) -> Iterator[Callable[[], int]]:
     finally:
         stop.set()
         thread.join()
+        torch.cuda.synchronize()
         wrong = sum(int((part != made[0]).sum()) for part in parts)
         if wrong:
             raise RuntimeError(f"{wrong} words differ from what the kernels wrote")
@@ -175,14 +195,14 @@ def show(result: dict[str, Any]) -> None:
     """Print a table."""
     named = result["hardware"]
     print(f"{named['device']}, extents of {result['extent_bytes'] // MIB} MiB, us per extent")
-    print(f"{'layout':<17}{'beside':<9}{'batch':>5}", end="")
-    print("".join(f"{call + ' p50/p99':>20}" for call in ("prepare", "commit", "decommit")), end="")
+    print(f"{'layout':<17}{'beside':<12}{'batch':>5}", end="")
+    print("".join(f"{call + ' p50/p99':>20}" for call in CALLS), end="")
     print("   kernels' rate")
     for row in result["rows"]:
-        print(f"{row['layout']:<17}{row['beside']:<9}{row['batch']:>5}", end="")
-        for call in ("prepare", "commit", "decommit"):
-            spread = row[f"{call}_us"]
-            print(f"{spread['p50']:>12.1f} /{spread['p99']:>6.1f}", end="")
+        print(f"{row['layout']:<17}{row['beside']:<12}{row['batch']:>5}", end="")
+        for call in CALLS:
+            spread = row.get(f"{call}_us")
+            print(f"{spread['p50']:>12.1f} /{spread['p99']:>6.1f}" if spread else " " * 20, end="")
         left = row.get("kernel_rate_left")
         print("" if left is None else f"{left:>12.2f} x")
 

@@ -62,10 +62,31 @@ MUTANTS = (
         MEMBER,
     ),
     Mutant(
+        "what is about to be unmapped may still be zeroed",
+        "agent.py",
+        "                self._forget(wanted.leaving)\n                self._wait()\n",
+        "                self._wait()\n                self._forget(wanted.leaving)\n",
+        ("tests/integration/test_agent.py",),
+    ),
+    Mutant(
+        "zeroes are enqueued for what was forgotten meanwhile",
+        "vmm_cuda.py",
+        "        with self._zeroing:\n            before",
+        "        if True:\n            before",
+        ("tests/unit/test_vmm_cuda.py",),
+    ),
+    Mutant(
+        "a step begins without zeroes for what is new",
+        "vllm/worker.py",
+        "            side.begin_step()\n        output",
+        "            pass\n        output",
+        ("tests/vllm/test_pieces.py",),
+    ),
+    Mutant(
         "a decommit does not wait for the device",
         "member.py",
         "                self._awaiting_device.add(number)\n"
-        "                effects.append(AwaitDevice(number))\n",
+        "                effects.append(AwaitDevice(number, self._leaving(number)))\n",
         "                self._parked.remove(number)\n"
         "                self._ready.append(number)\n"
         "                break\n",

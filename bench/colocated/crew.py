@@ -7,7 +7,8 @@ while starting one costs more than a run; prefixes and counters are forgotten be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -52,6 +53,17 @@ class Crew:
         self._fleets: dict[str, Fleet] = {}
         """By policy, least recently used first."""
         self._fleet_bytes = FIRST_GUESS_BYTES
+
+    async def assemble(self, policies: Collection[str]) -> None:
+        """Start the fleets of all `policies` at once, if they are to stand there together."""
+        if self._setup.fleets < max(2, len(policies)):
+            return
+        self._tell(f"starting instances for {', '.join(policies)}")
+        for policy in policies:
+            self._fleets[policy] = Fleet(self._setup, policy, self._log_dir, self._site)
+        await asyncio.gather(*(fleet.start() for fleet in self._fleets.values()))
+        for fleet in self._fleets.values():
+            await self._warm_up(fleet)
 
     async def fleet(self, policy: str) -> Fleet:
         """Return the running fleet of `policy`, starting it if need be."""

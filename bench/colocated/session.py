@@ -75,6 +75,7 @@ async def run_all(plan: Plan, files: ResultFiles, console: Console, out: Path) -
                 console.print(text)
 
         async with Crew(setup, out / "logs", tell, plan.site) as crew:
+            await crew.assemble(list(dict.fromkeys(policy for policy, _, _ in order)))
             for number, (policy, repeat, scenario) in enumerate(order, 1):
                 if plan.minutes is not None and time.monotonic() - started_s > 60 * plan.minutes:
                     return len(order) - number + 1

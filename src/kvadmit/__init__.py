@@ -37,10 +37,11 @@ The path of one growth:
    for spare, free and cache-only extents if it must, and raises the instance's Allowance.
 3. *prepare*. The coordinator sends every rank one batched PREPARE; the agents create the
    physical memory. A "no" undoes the step on all ranks, and nobody else notices.
-4. *commit*. All ranks prepared: COMMIT maps, allows access and zeroes. From the first map
-   call on nothing is undone; what is half done is finished later.
+4. *commit*. All ranks prepared: COMMIT maps and allows access. From the first map call on
+   nothing is undone; what is half done is finished later.
 5. *resident*. All ranks committed: the extents' blocks enter the pool through the port at
-   the scheduler's next step, and a parked engine is woken.
+   the scheduler's next step, and a parked engine is woken. Each worker zeroes what is new
+   on its engine's stream before it enqueues that step.
 """
 
 __version__ = "0.1.0.dev0"

@@ -37,10 +37,6 @@ enum {
     LOCATION_DEVICE = 1,
     ACCESS_READ_WRITE = 3,
     GRANULARITY_MINIMUM = 0,
-    STREAM_NON_BLOCKING = 1,
-    /* The driver takes what is out of its range for the nearest: zeroes that somebody waits for
-     * overtake the kernels of a step that is enqueued already. */
-    STREAM_FIRST = -1000,
     ATTRIBUTE_VMM_SUPPORTED = 102,
     ATTRIBUTE_MPS_ENABLED = 133,
 };
@@ -85,9 +81,6 @@ typedef struct {
     CALL(context_push, cuCtxPushCurrent_v2, (Context))                                           \
     CALL(context_pop, cuCtxPopCurrent_v2, (Context *))                                           \
     CALL(context_wait, cuCtxSynchronize, (void))                                                 \
-    CALL(stream_create, cuStreamCreateWithPriority, (Stream *, unsigned, int))                   \
-    CALL(stream_wait, cuStreamSynchronize, (Stream))                                             \
-    CALL(stream_destroy, cuStreamDestroy_v2, (Stream))                                           \
     CALL(memory_info, cuMemGetInfo_v2, (size_t *, size_t *))                                     \
     CALL(granularity, cuMemGetAllocationGranularity,                                             \
          (size_t *, const AllocationProperties *, int))                                          \
@@ -210,17 +203,15 @@ delete_unused_capsule(PyObject *capsule)
 /* --- a space ---------------------------------------------------------------------------- */
 
 /* How far a run has come. Each call moves it one state up or down. */
-enum { RUN_ABSENT, RUN_CREATED, RUN_MAPPED, RUN_OPEN, RUN_ZEROING, RUN_READY };
+enum { RUN_ABSENT, RUN_CREATED, RUN_MAPPED, RUN_OPEN };
 
-enum { STEP_NONE, STEP_CREATE, STEP_MAP, STEP_ACCESS, STEP_ZERO, STEP_UNMAP, STEP_RELEASE };
+enum { STEP_NONE, STEP_CREATE, STEP_MAP, STEP_ACCESS, STEP_UNMAP, STEP_RELEASE };
 
-static const char *const step_names[] = {"",     "create", "map",    "access",
-                                         "zero", "unmap",  "release"};
+static const char *const step_names[] = {"", "create", "map", "access", "unmap", "release"};
 static const char *const step_calls[] = {"",
                                          "cuMemCreate",
                                          "cuMemMap",
                                          "cuMemSetAccess",
-                                         "cuMemsetD8Async",
                                          "cuMemUnmap",
                                          "cuMemRelease"};
 
@@ -239,7 +230,6 @@ typedef struct {
     const Calls *calls;
     Reservation *reservation; /* NULL: closed */
     Context context;
-    Stream stream;
     Device device;
     int ordinal;
     size_t buffer_bytes; /* of the reservation, which ends on a granule */
@@ -350,35 +340,22 @@ open_extent(Space *space, Py_ssize_t extent)
                 return stopped_at(0, STEP_ACCESS, result);
             run->state = RUN_OPEN;
         }
-        if (run->state == RUN_OPEN) {
-            if ((result = calls->zero(at, 0, bytes, space->stream)))
-                return stopped_at(0, STEP_ZERO, result);
-            run->state = RUN_ZEROING;
-        }
     }
     return stopped_at(1, STEP_NONE, SUCCESS);
 }
 
-/* Map, open and zero, extent by extent, then wait for the zeroes. Undoes nothing. */
+/* Map and open, extent by extent. Undoes nothing. */
 static Reached
 commit_batch(Space *space, const Py_ssize_t *extents, Py_ssize_t count)
 {
-    Reached reached = stopped_at(0, STEP_NONE, SUCCESS);
-    Py_ssize_t tried = 0;
-    while (tried < count && reached.step == STEP_NONE)
-        reached = open_extent(space, extents[tried++]);
-    reached.done = reached.step == STEP_NONE ? tried : tried - 1;
-    Result result = space->calls->stream_wait(space->stream);
-    for (Py_ssize_t i = 0; i < tried; i++) {
-        for (Py_ssize_t strip = 0; strip < space->strips; strip++) {
-            Run *run = run_of(space, extents[i], strip);
-            if (run->state == RUN_ZEROING)
-                run->state = result == SUCCESS ? RUN_READY : RUN_OPEN;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Reached reached = open_extent(space, extents[i]);
+        if (reached.step != STEP_NONE) {
+            reached.done = i;
+            return reached;
         }
     }
-    if (result == SUCCESS || tried == 0)
-        return reached;
-    return (Reached){0, STEP_ZERO, "cuStreamSynchronize", result};
+    return stopped_at(count, STEP_NONE, SUCCESS);
 }
 
 static Reached
@@ -528,6 +505,57 @@ space_decommit(PyObject *self, PyObject *extents)
     return run_batch((Space *)self, extents, decommit_batch);
 }
 
+/* One call per strip and run of neighbours. */
+static Result
+zero_extents(Space *space, const Py_ssize_t *extents, Py_ssize_t count, Stream stream)
+{
+    for (Py_ssize_t strip = 0; strip < space->strips; strip++) {
+        for (Py_ssize_t first = 0, next; first < count; first = next) {
+            for (next = first + 1; next < count && extents[next] == extents[next - 1] + 1; next++)
+                ;
+            size_t bytes = space->strip[strip].bytes * (size_t)(next - first);
+            Pointer at = address_of(space, extents[first], strip);
+            Result result = space->calls->zero(at, 0, bytes, stream);
+            if (result != SUCCESS)
+                return result;
+        }
+    }
+    return SUCCESS;
+}
+
+/* Beside batches of another thread: it touches no run's state. Another thread's launch on a full
+ * queue keeps the driver's lock until there is room, which is why the engine's own thread zeroes. */
+static PyObject *
+space_zero(PyObject *self, PyObject *arguments)
+{
+    Space *space = (Space *)self;
+    PyObject *sequence;
+    unsigned long long stream;
+    Py_ssize_t count;
+    Context previous;
+    if (!PyArg_ParseTuple(arguments, "OK", &sequence, &stream))
+        return NULL;
+    if (space->reservation == NULL) {
+        PyErr_SetString(PyExc_ValueError, "the space is closed");
+        return NULL;
+    }
+    Py_ssize_t *extents = parse_extents(space, sequence, &count);
+    if (extents == NULL)
+        return NULL;
+    Result result;
+    Py_BEGIN_ALLOW_THREADS
+    result = space->calls->context_push(space->context);
+    if (result == SUCCESS) {
+        result = zero_extents(space, extents, count, (Stream)(uintptr_t)stream);
+        space->calls->context_pop(&previous);
+    }
+    Py_END_ALLOW_THREADS
+    free(extents);
+    if (result != SUCCESS)
+        return raise_failed(space->calls, "cuMemsetD8Async", result);
+    Py_RETURN_NONE;
+}
+
 static PyObject *
 space_read(PyObject *self, PyObject *unused)
 {
@@ -614,12 +642,9 @@ close_space(Space *space)
     if (space->context != NULL && calls->context_push(space->context) == SUCCESS) {
         for (Py_ssize_t extent = 0; reservation != NULL && extent < space->extents; extent++)
             decommit_batch(space, &extent, 1);
-        if (space->stream != NULL)
-            calls->stream_destroy(space->stream);
         calls->context_pop(&previous);
     }
     space->reservation = NULL;
-    space->stream = NULL;
     if (reservation != NULL)
         drop_reservation(reservation);
     if (space->context != NULL)
@@ -666,9 +691,10 @@ space_address(PyObject *self, void *unused)
 
 static PyMethodDef space_methods[] = {
     {"create", space_create, METH_O, "Create the handles of all extents, or of none."},
-    {"commit", space_commit, METH_O, "Map, open and zero, and wait for the zeroes."},
+    {"commit", space_commit, METH_O, "Map, and allow access."},
     {"abort", space_abort, METH_O, "Release handles that were never mapped."},
     {"decommit", space_decommit, METH_O, "Unmap and release."},
+    {"zero", space_zero, METH_VARARGS, "Enqueue zeroes for extents, ascending, on a stream."},
     {"read", space_read, METH_NOARGS, "Return the device's free and total bytes."},
     {"wait_device", space_wait_device, METH_NOARGS, "Wait for all work on the device."},
     {"dlpack", space_dlpack, METH_NOARGS, "Return a DLPack capsule: int8, the whole buffer."},
@@ -862,12 +888,9 @@ open_space(PyObject *module, PyObject *arguments)
     }
     if (result == SUCCESS && (call = "cuCtxPushCurrent")) {
         result = calls->context_push(space->context);
-        if (result == SUCCESS && (call = "cuStreamCreateWithPriority")) {
-            result = calls->stream_create(&space->stream, STREAM_NON_BLOCKING, STREAM_FIRST);
-            if (result != SUCCESS)
-                space->stream = NULL;
-            else if ((call = "cuMemAddressReserve"))
-                result = calls->reserve(&reservation->base, reservation->bytes, 0, 0, 0);
+        if (result == SUCCESS) {
+            call = "cuMemAddressReserve";
+            result = calls->reserve(&reservation->base, reservation->bytes, 0, 0, 0);
             calls->context_pop(&previous);
         }
     }

@@ -95,7 +95,9 @@ class Agent:
         self._posted: deque[member.Event] = deque()
         """Events from other threads."""
         self._capture_acks: deque[tuple[bool, threading.Event]] = deque()
-        self._waiter = _DeviceWaiter(device_wait, self._device_idle) if device_wait else None
+        self._waiter = None
+        if device_wait is not None:
+            self._waiter = _DeviceWaiter(space.forget_fresh, device_wait, self._device_idle)
         self._device_waits = 0
         self._enqueued = 0
         self._step_awaited = False
@@ -300,7 +302,7 @@ class Agent:
                     self._events.append(member.DeviceIdle(time.monotonic(), effect.order))
                 else:
                     self._device_waits += 1
-                    self._waiter.submit(effect.order)
+                    self._waiter.submit(effect)
             case member.Send():
                 self._send(effect.message)
             case member.ReadNow():
@@ -389,32 +391,42 @@ class Agent:
 
 
 class _DeviceWaiter:
-    """The thread on which device waits run, one after the other."""
+    """The thread on which device waits run, one after the other.
 
-    def __init__(self, wait: Callable[[], None], on_idle: Callable[[int], None]) -> None:
+    `forget` comes before `wait`: what is enqueued until then is waited for, and nothing after.
+    """
+
+    def __init__(
+        self,
+        forget: Callable[[tuple[int, ...]], object],
+        wait: Callable[[], None],
+        on_idle: Callable[[int], None],
+    ) -> None:
+        self._forget = forget
         self._wait = wait
         self._on_idle = on_idle
-        self._orders: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._waits: queue.SimpleQueue[member.AwaitDevice | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvadmit-device-wait", daemon=True)
 
-    def submit(self, order: int) -> None:
+    def submit(self, wait: member.AwaitDevice) -> None:
         if self._thread.ident is None:
             self._thread.start()
-        self._orders.put(order)
+        self._waits.put(wait)
 
     def close(self) -> None:
         """End the thread; one that sits in a device wait is left to it. Idempotent."""
-        self._orders.put(None)
+        self._waits.put(None)
         if self._thread.ident is not None:
             self._thread.join(STOP_WAIT_S)
 
     def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
+        while (wanted := self._waits.get()) is not None:
             try:
+                self._forget(wanted.leaving)
                 self._wait()
             except Exception:
                 # Then nothing may be unmapped: the order stays parked, and the coordinator,
                 # asking again, names this rank.
-                logger.exception("device wait of order %d failed", order)
+                logger.exception("device wait of order %d failed", wanted.order)
             else:
-                self._on_idle(order)
+                self._on_idle(wanted.order)

@@ -125,9 +125,13 @@ class CallDriver(msgspec.Struct, frozen=True):
 
 
 class AwaitDevice(msgspec.Struct, frozen=True):
-    """Wait off this thread until the device has finished what is enqueued; then DeviceIdle."""
+    """Wait off this thread until the device has finished what is enqueued; then DeviceIdle.
+
+    `leaving`: extents that are unmapped after it, so from now on nothing may be enqueued for them.
+    """
 
     order: int
+    leaving: tuple[int, ...] = ()
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -352,7 +356,7 @@ class Member:
                 if self.capturing:
                     continue
                 self._awaiting_device.add(number)
-                effects.append(AwaitDevice(number))
+                effects.append(AwaitDevice(number, self._leaving(number)))
         if self.capturing:
             return
         while self._running is None and self._ready:
@@ -367,6 +371,11 @@ class Member:
         if self._read_wanted and not self._reading_now and self._running is None:
             self._read_wanted, self._reading_now = False, True
             effects.append(ReadNow())
+
+    def _leaving(self, number: int) -> tuple[int, ...]:
+        """Return what is unmapped once the device wait of order `number` is over."""
+        calls = self._orders[number].calls
+        return tuple(extent for kind, extents in calls if kind == "decommit" for extent in extents)
 
     def _reading(self, event: DriverDone | ReadDone) -> DeviceReading:
         self._readings += 1

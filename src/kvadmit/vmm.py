@@ -65,7 +65,7 @@ class ExtentLayout(msgspec.Struct, frozen=True):
                 )
 
 
-Step = Literal["", "create", "map", "access", "zero", "unmap", "release"]
+Step = Literal["", "create", "map", "access", "unmap", "release"]
 
 
 class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,10 +85,14 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
 class AddressSpace(Protocol):
     """One rank's reservation and the physical memory behind parts of it.
 
-    Every call takes extent numbers, blocks only for the driver and for zeroes of its own (never
-    for the engine's work on the device), releases the GIL around driver calls and must be made
-    from one thread at a time.
+    Every call takes extent numbers, blocks only for the driver (never for the engine's work on
+    the device), releases the GIL around driver calls and must be made from one thread at a time.
     Calling with an extent in the wrong state raises LocalProtocolError and changes nothing.
+
+    What was committed since the engine's last step is *fresh*: its bytes are not zero yet. The
+    engine's own thread zeroes it, on its own stream, before it enqueues the next step, which is
+    the first that can use it. `has_fresh` and `zero_fresh` are for that thread, beside the calls
+    of the other.
     """
 
     device: str
@@ -96,12 +100,17 @@ class AddressSpace(Protocol):
     layout: ExtentLayout
     address: int
 
+    @property
+    def has_fresh(self) -> bool:
+        """Whether something was committed and not zeroed yet."""
+        ...
+
     def prepare(self, extents: Sequence[int]) -> BatchResult:
         """Create the handles of all `extents` or, on any error, of none."""
         ...
 
     def commit(self, extents: Sequence[int]) -> BatchResult:
-        """Map, allow access and zero, extent by extent; on error stop and undo nothing.
+        """Map and allow access, extent by extent; on error stop and undo nothing.
 
         Accepts prepared extents and ones left partial by an earlier commit, which are
         finished from where they stand.
@@ -114,6 +123,21 @@ class AddressSpace(Protocol):
 
     def decommit(self, extents: Sequence[int]) -> BatchResult:
         """Unmap and release mapped or partial extents. The caller has waited for the fence."""
+        ...
+
+    def zero_fresh(self, stream: int) -> None:
+        """Enqueue zeroes for every fresh extent on `stream`, a number of the driver's.
+
+        Returns at once; nothing is fresh then. Raises DriverError.
+        """
+        ...
+
+    def forget_fresh(self, extents: Sequence[int]) -> int:
+        """Have none of `extents` zeroed from now on; returns how many of them were fresh.
+
+        For whoever is about to decommit them, who waits for the device after it: zeroes that were
+        enqueued before are not undone. Any thread; waits for a `zero_fresh` under way.
+        """
         ...
 
     def read(self) -> tuple[int, int]:

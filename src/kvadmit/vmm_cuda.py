@@ -10,6 +10,7 @@ A touch of an extent that is not committed is an illegal address to the GPU: it 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,9 @@ class CudaAddressSpace:
         self.described = described
         self._calls = _extension()
         self._states = ExtentStates(layout.extents)
+        self._fresh: set[int] = set()
+        self._zeroing = threading.Lock()
+        """Who has it may enqueue zeroes: what was forgotten under it is in no later call."""
         strips = tuple(
             (strip.base, strip.block_stride * layout.extent_blocks) for strip in layout.strips
         )
@@ -163,18 +167,16 @@ class CudaAddressSpace:
         return BatchResult(done=tuple(extents[:done]))
 
     def commit(self, extents: Sequence[int]) -> BatchResult:
-        """Map, allow access and zero; returns once the zeroes are there.
-
-        When the wait for them fails, every extent of the batch is partial.
-        """
+        """Map and allow access; what is done is fresh then."""
         space = self._require(extents, "commit")
         done, step, *reason = space.commit(extents)
         self._states.set_all(extents[:done], "mapped")
+        self._fresh.update(extents[:done])
         if not reason[1]:
             return BatchResult(done=tuple(extents))
         if step in ("", "create"):  # no map call was made in the extent that failed
             return BatchResult(done=tuple(extents[:done]), step=step, error=self._error(reason))
-        began = extents[done:] if reason[0] == "cuStreamSynchronize" else extents[done : done + 1]
+        began = extents[done : done + 1]
         self._states.set_all(began, "partial")
         return BatchResult(
             done=tuple(extents[:done]), partial=tuple(began), step=step, error=self._error(reason)
@@ -191,6 +193,8 @@ class CudaAddressSpace:
     def decommit(self, extents: Sequence[int]) -> BatchResult:
         """Unmap and release. An extent on which this fails is left for another decommit."""
         space = self._require(extents, "decommit")
+        if not self._fresh.isdisjoint(extents):
+            self.forget_fresh(extents)
         done, step, *reason = space.decommit(extents)
         self._states.set_all(extents[:done], "absent")
         if not reason[1]:
@@ -200,6 +204,31 @@ class CudaAddressSpace:
         return BatchResult(
             done=tuple(extents[:done]), partial=tuple(left), step=step, error=self._error(reason)
         )
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether something was committed and not zeroed yet."""
+        return bool(self._fresh)
+
+    def zero_fresh(self, stream: int) -> None:
+        """Enqueue zeroes for every fresh extent on `stream`, a CUstream; 0 is the default one."""
+        space = self._open("zero_fresh")
+        with self._zeroing:
+            taken: list[int] = []
+            while self._fresh:  # another thread's commit may add to it: one at a time
+                taken.append(self._fresh.pop())
+            try:
+                space.zero(sorted(taken), stream)
+            except self._calls.Failed as error:
+                self._fresh.update(taken)
+                raise _driver_error(self.device, *error.args) from error
+
+    def forget_fresh(self, extents: Sequence[int]) -> int:
+        """Have none of `extents` zeroed from now on; returns how many of them were fresh."""
+        with self._zeroing:
+            before = len(self._fresh)
+            self._fresh.difference_update(extents)
+            return before - len(self._fresh)
 
     def read(self) -> tuple[int, int]:
         """Return free and total bytes of the device as the driver shows them now."""

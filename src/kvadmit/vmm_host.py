@@ -7,8 +7,7 @@ The reservation is addresses without access or memory (PROT_NONE, MAP_NORESERVE)
 of an extent that is not committed ends the process instead of reading zeros. Handles are
 pages of one memfd as large as the buffer, sparse, at the same offsets as in the buffer:
 prepare allocates them, commit maps them over the reservation. A hole punched into the file
-frees pages, and pages allocated anew come zeroed from the kernel; that is the whole of the
-zero step.
+frees pages, and pages allocated anew come zeroed from the kernel, so nothing is ever fresh.
 """
 
 from __future__ import annotations
@@ -180,6 +179,16 @@ class HostAddressSpace:
                     done=tuple(extents[:position]), partial=(extent,), step=step, error=error
                 )
         return BatchResult(done=tuple(extents))
+
+    has_fresh = False
+    """Pages come zeroed from the kernel."""
+
+    def zero_fresh(self, stream: int) -> None:
+        """Do nothing: nothing is fresh."""
+
+    def forget_fresh(self, extents: Sequence[int]) -> int:
+        """Return 0: nothing is fresh."""
+        return 0
 
     def read(self) -> tuple[int, int]:
         """Return free and total bytes of the host pool."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent / "fake_cuda.c"
 GRANULE_BYTES = 64 * 1024
-KINDS = ("handles", "reservations", "mappings", "streams", "contexts", "pushed")
+KINDS = ("handles", "reservations", "mappings", "contexts", "pushed")
 
 
 def build(directory: Path, source: Path = SOURCE) -> Path:

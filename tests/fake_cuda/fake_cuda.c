@@ -3,8 +3,9 @@
  * The rules of the real one that a caller can break are enforced: whole granules, mapping only
  * into a reservation and only from a handle's start, access only to what is mapped, a current
  * context for all of it. A handle's bytes come dirty. What is put on a stream happens when the
- * stream is waited for, so a wait that is left out shows. The budget is a file that processes
- * share; a dead process's part counts for nothing.
+ * context is waited for, so a wait that is left out shows; zeroes for what is not open then are an
+ * illegal address for good. The budget is a file that processes share; a dead process's part
+ * counts for nothing.
  *
  * Tests steer it by the functions named fake_*, in the same process.
  */
@@ -220,13 +221,10 @@ typedef struct Work {
     size_t bytes;
 } Work;
 
-typedef struct {
-    Work *first;
-} Stream;
-
 static Handle *handles;
 static Range *reservations, *mappings;
-static int streams, contexts[DEVICES], sticky;
+static Work *enqueued;
+static int contexts[DEVICES], sticky;
 static __thread int pushed; /* contexts current on this thread, one over the other */
 
 static int
@@ -252,8 +250,6 @@ fake_live(const char *what)
         return count(reservations);
     if (strcmp(what, "mappings") == 0)
         return count(mappings);
-    if (strcmp(what, "streams") == 0)
-        return streams;
     if (strcmp(what, "contexts") == 0)
         return contexts[0] + contexts[1];
     if (strcmp(what, "pushed") == 0)
@@ -451,41 +447,32 @@ cuCtxPopCurrent_v2(void **context)
     return SUCCESS;
 }
 
+/* Whether every byte is open; ranges may be of several mappings side by side. */
+static int
+all_open(Pointer at, size_t bytes)
+{
+    Pointer end = at + bytes;
+    while (at < end) {
+        const Range *range = mappings;
+        while (range != NULL && !(range->open && range->base <= at && at < range->base + range->bytes))
+            range = range->next;
+        if (range == NULL)
+            return 0;
+        at = range->base + range->bytes;
+    }
+    return 1;
+}
+
 EXPORT int
 cuCtxSynchronize(void)
 {
     BEGIN("cuCtxSynchronize");
     REQUIRE(pushed, INVALID_CONTEXT);
-    return sticky;
-}
-
-EXPORT int
-cuStreamCreateWithPriority(void **stream, unsigned flags, int priority)
-{
-    BEGIN("cuStreamCreateWithPriority");
-    REQUIRE(pushed, INVALID_CONTEXT);
-    /* not waiting for the default stream, before everything of ordinary priority */
-    REQUIRE(flags == 1 && priority < 0, INVALID_VALUE);
-    *stream = calloc(1, sizeof(Stream));
-    streams++;
-    return SUCCESS;
-}
-
-EXPORT int
-cuStreamSynchronize(void *stream)
-{
-    Stream *queue = stream;
-    BEGIN("cuStreamSynchronize");
-    REQUIRE(pushed, INVALID_CONTEXT);
     pthread_mutex_lock(&lock);
-    while (queue->first != NULL) {
-        Work *work = queue->first;
-        queue->first = work->next;
-        int open = 0;
-        for (Range *range = mappings; range != NULL && !open; range = range->next)
-            open = range->open && range->base <= work->at &&
-                   work->at + work->bytes <= range->base + range->bytes;
-        if (open && !sticky)
+    while (enqueued != NULL) {
+        Work *work = enqueued;
+        enqueued = work->next;
+        if (!sticky && all_open(work->at, work->bytes))
             memset((void *)(uintptr_t)work->at, work->value, work->bytes);
         else
             sticky = ILLEGAL_ADDRESS;
@@ -493,21 +480,6 @@ cuStreamSynchronize(void *stream)
     }
     pthread_mutex_unlock(&lock);
     return sticky;
-}
-
-EXPORT int
-cuStreamDestroy_v2(void *stream)
-{
-    BEGIN("cuStreamDestroy");
-    Stream *queue = stream;
-    while (queue->first != NULL) {
-        Work *work = queue->first;
-        queue->first = work->next;
-        free(work);
-    }
-    free(queue);
-    streams--;
-    return SUCCESS;
 }
 
 EXPORT int
@@ -683,11 +655,11 @@ cuMemsetD8Async(Pointer at, unsigned char value, size_t bytes, void *stream)
 {
     BEGIN("cuMemsetD8Async");
     REQUIRE(pushed, INVALID_CONTEXT);
-    Stream *queue = stream;
+    (void)stream; /* all of them are waited for at once */
     Work *work = calloc(1, sizeof *work);
     *work = (Work){NULL, at, value, bytes};
     pthread_mutex_lock(&lock);
-    Work **end = &queue->first;
+    Work **end = &enqueued;
     while (*end != NULL)
         end = &(*end)->next;
     *end = work;

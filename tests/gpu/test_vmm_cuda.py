@@ -9,6 +9,7 @@ of what is not committed is not tried here, because the GPU may be somebody else
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,6 +58,11 @@ def views(space: CudaAddressSpace, tensor: Any, extent: int) -> list[Any]:
     return [tensor[offset : offset + length] for offset, length in space.layout.runs(extent)]
 
 
+def begin_step(space: CudaAddressSpace) -> None:
+    """Do what a worker does before a step: on the stream whose kernels come next."""
+    space.zero_fresh(torch.cuda.current_stream().cuda_stream)
+
+
 def fill(space: CudaAddressSpace, tensor: Any, extent: int, value: int) -> None:
     for view in views(space, tensor, extent):
         view.fill_(value)
@@ -78,6 +84,7 @@ def test_extents_come_zeroed_and_neighbours_keep_their_bytes(space: CudaAddressS
     assert tensor.data_ptr() == space.address
     space.prepare([3, 4, 5])
     assert space.commit([3, 4, 5]).done == (3, 4, 5)
+    begin_step(space)
     for extent in (3, 4, 5):
         assert all_are(space, tensor, extent, 0)
         fill(space, tensor, extent, extent)
@@ -86,6 +93,7 @@ def test_extents_come_zeroed_and_neighbours_keep_their_bytes(space: CudaAddressS
     for _ in range(20):
         space.prepare([4])
         space.commit([4])
+        begin_step(space)
         assert all_are(space, tensor, 4, 0)
         fill(space, tensor, 4, 77)
         space.wait_device()
@@ -108,6 +116,8 @@ def test_every_byte_comes_back(space: CudaAddressSpace) -> None:
         held = before - space.read()[0]
         assert held >= EXTENTS * space.layout.extent_bytes
         space.commit(everything)
+        begin_step(space)
+        space.wait_device()
         space.decommit(everything)
     assert abs(before - space.read()[0]) < 64 * MIB
 
@@ -163,6 +173,36 @@ def test_growth_and_shrink_beside_running_kernels(space: CudaAddressSpace) -> No
         thread.join()
     assert rounds[0] > 1
     assert wrong == []
+
+
+def test_a_commit_does_not_wait_for_a_thread_whose_launches_wait(space: CudaAddressSpace) -> None:
+    """A launch on a full queue keeps the driver's lock; a commit must not need it.
+
+    Told by order, not by time: while one kernel runs, the queue does not move.
+    """
+    fill_s = 2.0
+    cycles = int(fill_s * torch.cuda.clock_rate() * 1e6)
+    launched = threading.Event()
+
+    def launch() -> None:
+        torch.cuda._sleep(cycles)
+        launched.set()
+        for _ in range(4096):  # far more than the queue takes
+            torch.cuda._sleep(1)
+
+    engine = threading.Thread(target=launch)
+    engine.start()
+    try:
+        assert launched.wait(30)
+        time.sleep(fill_s / 4)
+        for _ in range(10):
+            space.prepare([1, 2, 3])
+            assert space.commit([1, 2, 3]).error is None
+            space.decommit([1, 2, 3])
+        assert engine.is_alive(), "the launches still wait"
+    finally:
+        engine.join()
+        torch.cuda.synchronize()
 
 
 def test_a_tensor_outlives_its_space() -> None:

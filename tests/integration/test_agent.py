@@ -45,6 +45,7 @@ class Wrapped:
         self.entered = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
+        self.log: list[tuple[str, tuple[int, ...]]] = []
 
     def prepare(self, extents: Sequence[int]) -> BatchResult:
         self.entered.set()
@@ -63,7 +64,12 @@ class Wrapped:
     def abort(self, extents: Sequence[int]) -> BatchResult:
         return self.space.abort(extents)
 
+    def forget_fresh(self, extents: Sequence[int]) -> int:
+        self.log.append(("forget", tuple(extents)))
+        return 0
+
     def decommit(self, extents: Sequence[int]) -> BatchResult:
+        self.log.append(("decommit", tuple(extents)))
         return self.space.decommit(extents)
 
     def read(self) -> tuple[int, int]:
@@ -152,6 +158,28 @@ def test_growth_overtakes_a_device_wait(run_dir: Path) -> None:
         assert engine.group["extents"]["draining"] == 4
         gate.set()
         engine.pool.wait_resident(20)
+
+
+def test_nothing_is_enqueued_for_what_leaves_from_before_the_device_wait_on(run_dir: Path) -> None:
+    """Zeroes for a committed extent may wait in the device's queue when it is given back."""
+
+    def device_wait() -> None:
+        wrapped(engine).log.append(("wait", ()))
+
+    agent = {"device_wait": device_wait, "wrap": Wrapped}
+    engine = Engine(run_dir, "alpha", idle_decay_s=0, agent=agent)
+    with running(engine):
+        for _ in range(3):
+            engine.pool.use(8)
+            engine.pool.wait_resident(8)
+            engine.pool.rest()
+            engine.wait_held(1)
+        log = wrapped(engine).log
+    left = [at for at, (call, _) in enumerate(log) if call == "decommit"]
+    assert left
+    for at in left:
+        forgotten = max(n for n, entry in enumerate(log[:at]) if entry == ("forget", log[at][1]))
+        assert ("wait", ()) in log[forgotten:at]
 
 
 def test_no_driver_call_while_graphs_are_captured(run_dir: Path) -> None:

@@ -194,7 +194,7 @@ def test_a_decommit_of_mixed_states_aborts_then_unmaps_with_one_answer() -> None
     rank.done(1, 1, 2, 3)
     rank.order(2, "commit", ((1, 3),))
     rank.failed(2, "map failed", 1, partial=(2,))
-    assert rank.order(3, "decommit", ((1, 4),)) == [AwaitDevice(3)]
+    assert rank.order(3, "decommit", ((1, 4),)) == [AwaitDevice(3, (1, 2))]
     assert rank.idle(3) == [CallDriver(3, "abort", (3,))]
     assert rank.done(3, 3) == [CallDriver(3, "decommit", (1, 2))]
     assert rank.done(3, 1, 2) == [answer(3, "decommit", ((1, 4),), seen=4)]
@@ -221,7 +221,7 @@ def test_nothing_is_unmapped_before_its_fence_has_passed_and_the_device_is_idle(
     assert rank.order(3, "decommit", ((1, 2),), fence=6) == []
     assert rank.parked()
     assert rank.enqueued(5) == []
-    assert rank.enqueued(6) == [AwaitDevice(3)]
+    assert rank.enqueued(6) == [AwaitDevice(3, (1, 2))]
     assert not rank.parked()
     assert rank.enqueued(7) == [], "one wait is enough"
     assert rank.idle(3) == [CallDriver(3, "decommit", (1, 2))]
@@ -233,7 +233,7 @@ def test_steps_that_arrive_late_or_twice_take_nothing_back() -> None:
     rank.map(1, 1)
     rank.enqueued(6)
     rank.enqueued(5)
-    assert rank.order(3, "decommit", ((1, 1),), fence=6) == [AwaitDevice(3)]
+    assert rank.order(3, "decommit", ((1, 1),), fence=6) == [AwaitDevice(3, (1,))]
 
 
 def test_a_fence_order_only_waits() -> None:
@@ -266,7 +266,7 @@ def test_prepare_and_commit_overtake_a_parked_decommit() -> None:
     assert rank.order(4, "prepare", ((2, 1),)) == [CallDriver(4, "prepare", (2,))]
     assert rank.done(4, 2) == [answer(4, "prepare", ((2, 1),), seen=3)]
     assert rank.order(5, "commit", ((2, 1),)) == [CallDriver(5, "commit", (2,))]
-    assert rank.enqueued(9) == [AwaitDevice(3)]
+    assert rank.enqueued(9) == [AwaitDevice(3, (1,))]
     assert rank.order(6, "prepare", ((3, 1),)) == []
     assert rank.idle(3) == []
     assert rank.done(5, 2) == [
@@ -287,7 +287,7 @@ def test_a_capture_delays_every_driver_call_and_device_wait() -> None:
     assert rank.order(4, "decommit", ((1, 1),)) == []
     assert rank.step(ReadAsked(0.0)) == []
     assert rank.step(CaptureChanged(0.0, False)) == [
-        AwaitDevice(4),
+        AwaitDevice(4, (1,)),
         CallDriver(3, "prepare", (2,)),
     ]
     assert rank.step(CaptureChanged(0.0, True)) == []
@@ -314,7 +314,7 @@ def test_a_repeat_of_a_parked_order_is_not_parked_twice() -> None:
     rank.map(1, 1)
     rank.order(3, "decommit", ((1, 1),), fence=1)
     assert rank.order(3, "decommit", ((1, 1),), fence=1) == []
-    assert rank.enqueued(1) == [AwaitDevice(3)]
+    assert rank.enqueued(1) == [AwaitDevice(3, (1,))]
     assert rank.order(3, "decommit", ((1, 1),), fence=1) == []
 
 

@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from kvadmit.errors import (
     LocalProtocolError,
     UnsupportedError,
 )
-from kvadmit.vmm import BatchResult
+from kvadmit.vmm import AddressSpace, BatchResult
 from kvadmit.vmm_cuda import CudaAddressSpace, probe
 from unit.vmm_conformance import (
     BUDGET_EXTENTS,
@@ -50,6 +51,11 @@ class CudaRig(MappedRig):
 
     def make(self) -> CudaAddressSpace:
         return CudaAddressSpace(self.layout, ordinal=0, library=self.fake.path)
+
+    def begin_step(self, space: AddressSpace) -> None:
+        super().begin_step(space)
+        assert isinstance(space, CudaAddressSpace)
+        space.wait_device()
 
     def close(self) -> None:
         gc.collect()
@@ -123,11 +129,7 @@ def test_an_undo_that_fails_too_loses_no_handle(
 
 FAILING_COMMIT = [
     (call, step, nth)
-    for call, step in (
-        ("cuMemMap", "map"),
-        ("cuMemSetAccess", "access"),
-        ("cuMemsetD8Async", "zero"),
-    )
+    for call, step in (("cuMemMap", "map"), ("cuMemSetAccess", "access"))
     for nth in range(1, len(TRIED) * STRIPS + 1)
 ]
 
@@ -150,25 +152,73 @@ def test_from_the_first_map_call_on_nothing_is_undone(
     assert rig.fake.live("handles") == len(TRIED) * STRIPS
     expected = ["mapped"] * failed + ["partial"] + ["prepared"] * (2 - failed)
     assert states(space, *TRIED) == expected
+    rig.begin_step(space)
     assert all(rig.is_zero(space, extent) for extent in result.done)
     rig.fake.fail(call, 0)
     left = TRIED[failed:]
     mapped = rig.fake.live("mappings")
     assert space.commit(left) == done(*left), "it is finished from where it stands"
     assert rig.fake.live("mappings") == len(TRIED) * STRIPS >= mapped
+    rig.begin_step(space)
     assert all(rig.is_zero(space, extent) for extent in TRIED)
 
 
-def test_zeroes_that_do_not_arrive_leave_the_whole_batch_to_another_commit(
-    rig: CudaRig, space: CudaAddressSpace
+@pytest.mark.parametrize("nth", [1, 2])
+def test_zeroes_that_cannot_be_enqueued_are_an_error_and_all_stays_fresh(
+    rig: CudaRig, space: CudaAddressSpace, nth: int
 ) -> None:
     space.prepare(TRIED)
-    rig.fake.fail("cuStreamSynchronize", 1, ANY_FAILURE)
-    result = space.commit(TRIED)
-    assert (result.done, result.partial, result.step) == ((), tuple(TRIED), "zero")
-    assert states(space, *TRIED) == ["partial"] * 3
-    assert space.commit(TRIED) == done(*TRIED)
+    space.commit(TRIED)
+    rig.fake.fail("cuMemsetD8Async", nth, ANY_FAILURE)
+    with pytest.raises(DriverError, match="cuMemsetD8Async"):
+        space.zero_fresh(0)
+    assert space.has_fresh
+    rig.begin_step(space)
     assert all(rig.is_zero(space, extent) for extent in TRIED)
+
+
+def test_neighbours_are_zeroed_by_one_call_per_strip(rig: CudaRig, space: CudaAddressSpace) -> None:
+    for extent in (6, 1, 2, 4, 3):
+        space.prepare([extent])
+        space.commit([extent])
+    before = rig.fake.made("cuMemsetD8Async")
+    rig.begin_step(space)
+    assert rig.fake.made("cuMemsetD8Async") - before == 2 * STRIPS, "1 to 4, and 6"
+    assert all(rig.is_zero(space, extent) for extent in (1, 2, 3, 4, 6))
+
+
+def test_a_commit_enqueues_nothing_and_zeroes_of_what_left_reach_no_memory(
+    rig: CudaRig, space: CudaAddressSpace
+) -> None:
+    """Whatever the engine's thread does meanwhile: it may begin a step at any moment."""
+    before = rig.fake.made("cuMemsetD8Async")
+    stop = threading.Event()
+
+    def steps() -> None:
+        while not stop.is_set():
+            if space.has_fresh:
+                space.zero_fresh(0)
+
+    engine = threading.Thread(target=steps)
+    engine.start()
+    try:
+        for number in range(200):
+            space.prepare(TRIED)
+            space.commit(TRIED)
+            time.sleep(number % 3 * 1e-4)  # lets the other thread in at one point or another
+            space.forget_fresh(TRIED)
+            space.wait_device()  # raises once a zero met an address that is not open
+            space.decommit(TRIED)
+    finally:
+        stop.set()
+        engine.join()
+    assert rig.fake.made("cuMemsetD8Async") > before
+    space.prepare(TRIED)
+    made = rig.fake.made("cuMemsetD8Async")
+    space.commit(TRIED)
+    assert rig.fake.made("cuMemsetD8Async") == made
+    space.decommit(TRIED)
+    space.wait_device()
 
 
 @pytest.mark.parametrize("nth", range(1, len(TRIED) * STRIPS + 1))
@@ -183,6 +233,7 @@ def test_an_abort_that_fails_goes_on_later_and_its_extents_can_still_be_committe
     left = TRIED[failed:]
     assert states(space, *left) == ["prepared"] * len(left)
     assert space.commit(left[:1]) == done(left[0])
+    rig.begin_step(space)
     assert rig.is_zero(space, left[0])
     assert space.abort(left[1:]) == done(*left[1:])
 
@@ -226,12 +277,7 @@ def test_without_the_context_nothing_is_tried(
 
 @pytest.mark.parametrize(
     "call",
-    [
-        "cuDevicePrimaryCtxRetain",
-        "cuCtxPushCurrent",
-        "cuStreamCreateWithPriority",
-        "cuMemAddressReserve",
-    ],
+    ["cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemAddressReserve"],
 )
 def test_a_space_that_cannot_be_made_leaves_nothing(rig: CudaRig, call: str) -> None:
     rig.fake.fail(call, 1, ANY_FAILURE)
@@ -395,7 +441,7 @@ def test_a_touch_of_what_is_not_committed_ends_the_process(rig: CudaRig, tmp_pat
         "fake.use_budget(pathlib.Path(sys.argv[2]), 1 << 24)\n"
         "space = CudaAddressSpace(two_strip_layout(65536), ordinal=0, library=fake.path)\n"
         "space.prepare([0, 1]); space.commit([0])\n"
-        "ctypes.string_at(space.address, 1); print('zero', flush=True)\n"
+        "ctypes.string_at(space.address, 1); print('read', flush=True)\n"
         "ctypes.string_at(space.address + space.layout.runs(1)[0][0], 1)\n"
     )
     done = subprocess.run(
@@ -404,7 +450,7 @@ def test_a_touch_of_what_is_not_committed_ends_the_process(rig: CudaRig, tmp_pat
         cwd=Path(__file__).parents[1],
         check=False,
     )
-    assert (done.stdout, done.returncode) == (b"zero\n", -11)
+    assert (done.stdout, done.returncode) == (b"read\n", -11)
 
 
 # --- before anything is made ----------------------------------------------------------------

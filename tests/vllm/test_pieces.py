@@ -20,15 +20,18 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvadmit.admission import Admission
 from kvadmit.errors import LocalProtocolError
+from kvadmit.geometry import RankBuffer
 from kvadmit.pool import ElasticPool
 from kvadmit.port import PoolPort
+from kvadmit.testing.recording import MemoryBudget, RecordingSpace
 from kvadmit.vllm import frontend
+from kvadmit.vllm.backends import Backing
 from kvadmit.vllm.failures import LATE, NEVER, Failures, never_fits, waited_too_long
-from kvadmit.vllm.names import ENABLED
+from kvadmit.vllm.names import ENABLED, SIDE
 from kvadmit.vllm.pageable import wrap_grammar_bitmask
 from kvadmit.vllm.replacing import replace
 from kvadmit.vllm.windows import WindowPins
-from kvadmit.vllm.worker import KvBufferContext
+from kvadmit.vllm.worker import KvBufferContext, WorkerSide, wrap_execute_model
 
 pytestmark = pytest.mark.vllm
 
@@ -191,6 +194,32 @@ def test_the_context_fails_unless_it_was_used_once(times: int) -> None:
 
     with pytest.raises(LocalProtocolError, match=f"{times} times inside the hook"):
         allocate()
+
+
+# --- a worker's step --------------------------------------------------------------------------
+
+
+def test_what_is_new_is_zeroed_on_the_steps_stream_before_the_step() -> None:
+    log: list[object] = []
+
+    class Space(RecordingSpace):
+        def zero_fresh(self, stream: int) -> None:
+            super().zero_fresh(stream)
+            log.append(stream)
+
+    buffer = RankBuffer(device="any", granule_bytes=4096, strides=(4096,))
+    space = Space(buffer.layout(EXTENTS, 1), budget=MemoryBudget(EXTENTS * 4096))
+    side: Any = object.__new__(WorkerSide)
+    side.backing = Backing(space, torch.empty(0), stream=lambda: 7)
+    worker = SimpleNamespace(**{SIDE: side})
+    step = wrap_execute_model(lambda worker, scheduled: log.append(scheduled))
+    for name in ("first", "second", "third"):
+        if name == "second":
+            space.prepare([2, 3])
+            space.commit([2, 3])
+        step(worker, name)
+    assert log == ["first", 7, "second", "third"]
+    assert space.is_zero(2)
 
 
 # --- failures, from scheduler to client -------------------------------------------------------

@@ -121,8 +121,6 @@ class SyncAgent:
                     )
                 if not passed:
                     return f"step {order.fence} did not come"
-                if self._device_wait is not None:
-                    self._device_wait()
                 return self._decommit(extents)
 
     def _grow(self, extents: list[int]) -> str:
@@ -144,5 +142,8 @@ class SyncAgent:
         return str(committed.error)
 
     def _decommit(self, extents: list[int]) -> str:
+        never_touched = self._space.forget_fresh(extents) == len(extents)
+        if not never_touched and self._device_wait is not None:
+            self._device_wait()
         result = self._space.decommit(extents)
         return "" if result.error is None else str(result.error)

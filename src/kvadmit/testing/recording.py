@@ -62,15 +62,15 @@ class _Extent(msgspec.Struct):
     """Runs mapped, from the first."""
     access: bool = False
     dirty: bool = False
-    """Written since it was last zeroed. Fresh memory counts: no driver promises zeros."""
+    """Written since it was last zeroed. New memory counts: no driver promises zeros."""
 
 
 class RecordingSpace:
     """An `AddressSpace` that only keeps account; see `vmm` for what each call promises.
 
     `calls` lists what was asked, as `(call, extents)`, in order. Steps are counted as a
-    driver would see them: create, map and unmap once per run of an extent, access, zero and
-    release once per extent.
+    driver would see them: create, map and unmap once per run of an extent, access and release
+    once per extent.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class RecordingSpace:
         self._extents = [_Extent() for _ in range(layout.extents)]
         self._runs = len(layout.strips)
         self._faults: dict[Step, _Fault] = {}
+        self._fresh: set[int] = set()
 
     # --- for the test ----------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class RecordingSpace:
         return BatchResult(done=tuple(extents))
 
     def commit(self, extents: Sequence[int]) -> BatchResult:
-        """Map, allow access and zero, extent by extent; on error stop and undo nothing."""
+        """Map and allow access, extent by extent; on error stop and undo nothing."""
         self._begin("commit", extents, ("prepared", "partial"))
         for position, extent in enumerate(extents):
             step, error = self._commit_one(self._extents[extent])
@@ -152,6 +153,7 @@ class RecordingSpace:
                 return BatchResult(
                     done=tuple(extents[:position]), partial=(extent,), step=step, error=error
                 )
+            self._fresh.add(extent)
         return BatchResult(done=tuple(extents))
 
     def abort(self, extents: Sequence[int]) -> BatchResult:
@@ -166,6 +168,7 @@ class RecordingSpace:
     def decommit(self, extents: Sequence[int]) -> BatchResult:
         """Unmap and release mapped or partial extents."""
         self._begin("decommit", extents, ("mapped", "partial", "leaving"))
+        self.forget_fresh(extents)
         for position, extent in enumerate(extents):
             step: Step = "unmap"
             error = self._unmap(self._extents[extent])
@@ -177,6 +180,22 @@ class RecordingSpace:
                     done=tuple(extents[:position]), partial=(extent,), step=step, error=error
                 )
         return BatchResult(done=tuple(extents))
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether something was committed and not zeroed yet."""
+        return bool(self._fresh)
+
+    def zero_fresh(self, stream: int) -> None:
+        """Zero every fresh extent."""
+        while self._fresh:
+            self._touch(self._fresh.pop()).dirty = False
+
+    def forget_fresh(self, extents: Sequence[int]) -> int:
+        """Have none of `extents` zeroed from now on; returns how many of them were fresh."""
+        before = len(self._fresh)
+        self._fresh.difference_update(extents)
+        return before - len(self._fresh)
 
     def read(self) -> tuple[int, int]:
         """Return free and total bytes of the budget."""
@@ -191,6 +210,7 @@ class RecordingSpace:
         held = sum(extent.state != "absent" for extent in self._extents)
         self._budget.unbook(held * self.layout.extent_bytes)
         self._extents = [_Extent() for _ in range(self.layout.extents)]
+        self._fresh.clear()
 
     # --- inside ----------------------------------------------------------------------------
 
@@ -232,11 +252,6 @@ class RecordingSpace:
                 extent.state = "partial"
                 return "access", error
             extent.access = True
-        error = self._step("zero")
-        if error is not None:
-            extent.state = "partial"
-            return "zero", error
-        extent.dirty = False
         extent.state = "mapped"
         return "", None
 

@@ -26,7 +26,8 @@ class Backing:
     """One rank's address space, the tensor over it, and what has to be closed with it.
 
     `device_wait` returns once the device has finished what is enqueued; None where nothing is
-    ever enqueued, as on the CPU.
+    ever enqueued, as on the CPU. `stream` returns the driver's number of the stream on which the
+    calling thread enqueues now.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Backing:
         *,
         pool: HostPool | None = None,
         device_wait: Callable[[], None] | None = None,
+        stream: Callable[[], int] = lambda: 0,
         base_bytes: Callable[[int], int | None] = lambda kv_bytes: None,
     ) -> None:
         """Take ownership of `space` and `pool`.
@@ -46,6 +48,7 @@ class Backing:
         self.space = space
         self.tensor: torch.Tensor | None = tensor
         self.device_wait = device_wait
+        self.stream = stream
         self.base_bytes = base_bytes
         self._pool = pool
 
@@ -108,4 +111,9 @@ def _on_gpu(layout: ExtentLayout, device: str, ordinal: int, ranks: int) -> Back
         again = torch.cuda.max_memory_reserved(ordinal) - torch.cuda.memory_reserved(ordinal)
         return max(0, held - kv_bytes) + max(0, int(again))
 
-    return Backing(space, tensor, device_wait=space.wait_device, base_bytes=base_bytes)
+    def stream() -> int:
+        return int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+    return Backing(
+        space, tensor, device_wait=space.wait_device, stream=stream, base_bytes=base_bytes
+    )

@@ -64,6 +64,19 @@ class WorkerSide:
             result = call(extents)
             if result.error is not None:
                 raise result.error
+        self.begin_step()
+        if self.backing.device_wait is not None:
+            self.backing.device_wait()
+
+    def begin_step(self) -> None:
+        """Enqueue zeroes for what was committed since the last step, before this one's kernels.
+
+        On this thread and its stream: whatever another thread enqueues waits while a launch of
+        this one waits for room in the driver's queue, up to a whole step.
+        """
+        space = self.backing.space
+        if space.has_fresh:
+            space.zero_fresh(self.backing.stream())
 
     def publish(self) -> None:
         """Say that the current step is fully enqueued."""
@@ -140,7 +153,7 @@ def install_worker(worker_class: type) -> None:
         return
     replace(Worker, "initialize_from_config", _wrap_initialize)
     replace(Worker, "_maybe_get_memory_pool_context", _wrap_memory_pool_context)
-    replace(Worker, "execute_model", _wrap_execute_model)
+    replace(Worker, "execute_model", wrap_execute_model)
     replace(Worker, "sample_tokens", _wrap_sample_tokens)
     replace(Worker, "shutdown", _wrap_shutdown)
     for owner in worker_class.__mro__:
@@ -230,10 +243,14 @@ def _wrap_available_memory(original: Any) -> Callable[..., Any]:
     return determine_available_memory
 
 
-def _wrap_execute_model(original: Any) -> Callable[..., Any]:
+def wrap_execute_model(original: Any) -> Callable[..., Any]:
+    """Make the replacement of a worker's step: zeroes before it, its number after it."""
+
     def execute_model(self: Any, scheduler_output: Any) -> Any:
-        output = original(self, scheduler_output)
         side = self.__dict__.get(SIDE)
+        if side is not None:
+            side.begin_step()
+        output = original(self, scheduler_output)
         if side is not None:
             step = getattr(scheduler_output, STEP, None)
             if step is None:
@@ -269,4 +286,4 @@ def _wrap_shutdown(original: Any) -> Callable[..., Any]:
     return shutdown
 
 
-__all__ = ["KvBufferContext", "WorkerSide", "install_worker"]
+__all__ = ["KvBufferContext", "WorkerSide", "install_worker", "wrap_execute_model"]
