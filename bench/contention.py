@@ -144,8 +144,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--together",
         action="store_true",
-        help="on GPUs: keep the instances of all policies there, each with memory of its own; runs "
-        "that follow each other at once compare best",
+        help="on GPUs, with --instances 1: keep the instances of all policies there, each with "
+        "memory of its own; runs that follow each other at once compare best",
     )
     add("--attention", default="", metavar="BACKEND", help="on GPUs: vLLM's attention backend")
     add(
@@ -217,6 +217,11 @@ def _on_gpus(setup: Setup, arguments: argparse.Namespace) -> Setup:
     if not model:
         model = str(models.make_shape(OUT / "8b-shape", models.EIGHT_B))
     fleets = len(set(arguments.policy)) if arguments.together else 1
+    if fleets > 1 and arguments.instances > 1:
+        raise GpuError(
+            "--together needs --instances 1: several that share would also take what is left of "
+            "the memory set aside for others"
+        )
     beside = fleets * setup.shape.instances * base + MARGIN_BYTES
     leave = None if arguments.leave_gib is None else int(arguments.leave_gib * GIB)
     pool = arguments.pool

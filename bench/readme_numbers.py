@@ -35,7 +35,13 @@ from kvadmit.units import GIB, format_bytes
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
-ON_GPUS = ("contention-gpu-tp1", "contention-gpu-tp2", "contention-gpu-alone-tp2")
+ON_GPUS = (
+    "contention-gpu-tp1",
+    "contention-gpu-tp2",
+    "contention-gpu-alone-tp1-v030",
+    "contention-gpu-alone-tp1-v032",
+    "contention-gpu-alone-tp2",
+)
 PATHS = ("control-path-host", "control-path-cuda")
 DELAYS_MS = (0, 50, 500)
 CALLS_BATCH = 8

@@ -198,17 +198,21 @@ def test_some_policies_are_for_gpus(policy: str, capsys: pytest.CaptureFixture[s
 
 def test_policies_that_stand_there_together_have_memory_of_their_own(big: None) -> None:
     """Each as much as it would have alone."""
-    of_one = ["--tp", "2", "--pool", "24GiB", "--base", "10GiB", "--policy", "static", "event"]
+    size = ["--instances", "1", "--tp", "2", "--pool", "24GiB", "--base", "10GiB"]
+    of_one = [*size, "--policy", "static", "event"]
     alone, both = arguments(*of_one), arguments(*of_one, "--together")
     assert (alone.fleets, both.fleets) == (1, 2)
     assert alone.leave_bytes is not None
     assert both.leave_bytes == 2 * (alone.leave_bytes - MARGIN_BYTES) + MARGIN_BYTES
     assert both.pool_bytes == alone.pool_bytes
     assert "fleets" in both.workload(), "their runs are not those of one at a time"
-    filled = arguments("--base", "10GiB", "--policy", "static", "event", "--together")
-    assert filled.pool_bytes == (140 * GIB - MARGIN_BYTES) // 2 - 2 * 10 * GIB
-    with pytest.raises(GpuError, match="8 instances hold"):
-        arguments("--base", "20GiB", "--policy", *POLICIES[:4], "--together")
+    one = ["--instances", "1", "--together", "--policy"]
+    filled = arguments("--base", "10GiB", *one, "static", "event")
+    assert filled.pool_bytes == (140 * GIB - MARGIN_BYTES - 2 * 10 * GIB) // 2
+    with pytest.raises(GpuError, match="4 instances hold"):
+        arguments("--base", "40GiB", *one, *POLICIES[:4])
+    with pytest.raises(GpuError, match="--together needs --instances 1"):
+        arguments("--base", "10GiB", "--policy", "static", "event", "--together")
 
 
 def test_the_layout_compared_is_the_one_that_is_no_default(big: None) -> None:
