@@ -66,7 +66,7 @@ MUTANTS = (
         "agent.py",
         "                self._forget(wanted.leaving)\n                self._wait()\n",
         "                self._wait()\n                self._forget(wanted.leaving)\n",
-        ("tests/integration/test_agent.py",),
+        ("tests/integration/test_agent.py", "tests/integration/test_zeroes.py"),
     ),
     Mutant(
         "zeroes are enqueued for what was forgotten meanwhile",
