@@ -187,6 +187,28 @@ def test_neighbours_are_zeroed_by_one_call_per_strip(rig: CudaRig, space: CudaAd
     assert all(rig.is_zero(space, extent) for extent in (1, 2, 3, 4, 6))
 
 
+def test_whoever_forgets_waits_for_zeroes_that_are_being_enqueued(
+    rig: CudaRig, space: CudaAddressSpace
+) -> None:
+    """Else the device wait after it would miss them."""
+    space.prepare([1])
+    space.commit([1])
+    before = rig.fake.made("cuMemsetD8Async")
+    rig.fake.delay("cuMemsetD8Async", 100_000)
+    engine = threading.Thread(target=space.zero_fresh, args=(0,))
+    engine.start()
+    try:
+        while rig.fake.made("cuMemsetD8Async") == before:
+            pass
+        assert space.forget_fresh([1]) == 0
+        assert rig.fake.made("cuMemsetD8Async") == before + STRIPS
+    finally:
+        engine.join()
+        rig.fake.delay("cuMemsetD8Async", 0)
+    space.wait_device()
+    space.decommit([1])
+
+
 def test_a_commit_enqueues_nothing_and_zeroes_of_what_left_reach_no_memory(
     rig: CudaRig, space: CudaAddressSpace
 ) -> None:
