@@ -91,7 +91,7 @@ def numbers() -> str:
         f"growth beside the bursts, {described(load(delayed(DELAYS_MS[-1])))}\n\n{delays()}"
     )
     parts += [on_gpus(name) for name in ON_GPUS if is_there(name)]
-    parts.append(driver_calls())
+    parts += [driver_calls(), start_cost()]
     parts += [control_path(name) for name in PATHS if is_there(name)]
     return "\n" + "\n\n".join(parts) + "\n\n"
 
@@ -221,6 +221,27 @@ def comparison(result: Json) -> str:
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def start_cost() -> str:
+    """Return what a start pays for its addresses, on each kind of memory it was measured on."""
+    found = [load(name) for name in ("vmm-calls", "vmm-calls-host") if is_there(name)]
+    rows = []
+    for one in found:
+        if "start" not in one:
+            continue
+        made, objects = one["start"]["reservation"], one["start"].get("block_objects")
+        named = one["hardware"]
+        text = (
+            f"**What a start pays for addresses**, {named['device'].replace('cpu', 'host memory')}, "
+            f"{named['cpu']}, commit {one['commit'][:12]}: reserving {format_bytes(made['bytes'])} "
+            f"{made['made_ms']['p50']:.1f} / {made['made_ms']['p99']:.1f} ms (p50 / p99 of "
+            f"{one['rounds']})"
+        )
+        if objects:
+            text += f"; vLLM's {objects['count']:,} block objects for it {objects['made_ms']:.0f} ms"
+        rows.append(f"{text}.")
+    return "\n\n".join(rows)
 
 
 def driver_calls() -> str:

@@ -6,7 +6,8 @@
 For each layout (block-outermost: one run of bytes per extent; layer-outermost: one per layer) and
 batch size: prepare, commit, zero (idle only; with the wait for it) and decommit, per extent: idle,
 beside running kernels, and beside a thread whose launches wait for room in the driver's queue all
-the time. With kernels, how much slower those become is measured as well.
+the time. With kernels, how much slower those become is measured as well. Before that, what a start
+pays for: making a reservation with nothing behind it, and vLLM's object for each of its blocks.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from bench.colocated.result import commit as commit_of_the_tree
 from bench.colocated.result import hardware, versions
 from bench.colocated.statistics import percentile
 from kvadmit.geometry import RankBuffer
-from kvadmit.units import MIB
+from kvadmit.units import MIB, format_bytes
 from kvadmit.vmm_cuda import CudaAddressSpace
 from kvadmit.vmm_host import GRANULE_BYTES, HostAddressSpace, HostPool
 
 LAYERS = 32
 BLOCKS = 16
 EXTENTS = 64
+RESERVED = 2048
+"""Extents of the reservation that a start is timed with: 128 GiB by default."""
 BATCHES = (1, 8, 32)
 ROUNDS = 60
 LAYOUTS = {"block-outermost": 1, "layer-outermost": LAYERS}
@@ -57,6 +60,7 @@ def main() -> int:
     options = made.parse_args()
     rows: list[dict[str, Any]] = []
     named = hardware()
+    start = {"reservation": reservation(options.device, options.extent), **block_objects()}
     for name, strips in LAYOUTS.items():
         with open_space(options.device, options.extent, strips) as (space, described):
             named |= described
@@ -68,6 +72,7 @@ def main() -> int:
         "versions": versions(),
         "extent_bytes": options.extent,
         "rounds": ROUNDS,
+        "start": start,
         "rows": rows,
     }
     show(result)
@@ -77,13 +82,38 @@ def main() -> int:
     return 0
 
 
+def reservation(device: str, extent_bytes: int) -> dict[str, Any]:
+    """Return what it takes to make and to give back a space of RESERVED extents, in ms."""
+    took: list[float] = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        with open_space(device, extent_bytes, 1, RESERVED):
+            took.append((time.perf_counter() - began) * 1e3)
+    spread = {"p50": percentile(took, 50), "p99": percentile(took, 99)}
+    return {"bytes": RESERVED * extent_bytes, "made_ms": spread}
+
+
+def block_objects() -> dict[str, Any]:
+    """Return how long vLLM takes to make its block objects, in ms; nothing without vLLM."""
+    try:
+        from vllm.v1.core.block_pool import BlockPool
+    except ImportError:
+        return {}
+    began = time.perf_counter()
+    BlockPool(RESERVED * BLOCKS, enable_caching=True, hash_block_size=BLOCKS)
+    took_ms = (time.perf_counter() - began) * 1e3
+    return {"block_objects": {"count": RESERVED * BLOCKS, "made_ms": took_ms}}
+
+
 @contextmanager
-def open_space(device: str, extent_bytes: int, strips: int) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Make a space of EXTENTS extents; yields it and what it is on."""
+def open_space(
+    device: str, extent_bytes: int, strips: int, extents: int = EXTENTS
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Make a space; yields it and what it is on."""
     stride = extent_bytes // BLOCKS // strips
     granule = GRANULE_BYTES if device == "host" else CUDA_GRANULE_BYTES
     buffer = RankBuffer(device=device, granule_bytes=granule, strides=(stride,) * strips)
-    layout = buffer.layout(EXTENTS, BLOCKS)
+    layout = buffer.layout(extents, BLOCKS)
     if device == "host":
         with tempfile.TemporaryDirectory() as directory:
             pool = HostPool(Path(directory) / "pool", 2 * EXTENTS * extent_bytes)
@@ -194,7 +224,16 @@ def rate(loops: Callable[[], int]) -> float:
 def show(result: dict[str, Any]) -> None:
     """Print a table."""
     named = result["hardware"]
-    print(f"{named['device']}, extents of {result['extent_bytes'] // MIB} MiB, us per extent")
+    start = result["start"]
+    made = start["reservation"]
+    print(
+        f"{named['device']}, reservation of {format_bytes(made['bytes'])}: "
+        f"{made['made_ms']['p50']:.1f} / {made['made_ms']['p99']:.1f} ms"
+    )
+    if "block_objects" in start:
+        objects = start["block_objects"]
+        print(f"vLLM's {objects['count']:,} block objects: {objects['made_ms']:.0f} ms")
+    print(f"extents of {result['extent_bytes'] // MIB} MiB, us per extent")
     print(f"{'layout':<17}{'beside':<12}{'batch':>5}", end="")
     print("".join(f"{call + ' p50/p99':>20}" for call in CALLS), end="")
     print("   kernels' rate")
