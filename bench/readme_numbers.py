@@ -232,14 +232,17 @@ def start_cost() -> str:
             continue
         made, objects = one["start"]["reservation"], one["start"].get("block_objects")
         named = one["hardware"]
+        memory = "host memory" if named["device"] == "cpu" else named["device"]
         text = (
-            f"**What a start pays for addresses**, {named['device'].replace('cpu', 'host memory')}, "
+            f"**What a start pays for addresses**, {memory}, "
             f"{named['cpu']}, commit {one['commit'][:12]}: reserving {format_bytes(made['bytes'])} "
             f"{made['made_ms']['p50']:.1f} / {made['made_ms']['p99']:.1f} ms (p50 / p99 of "
             f"{one['rounds']})"
         )
         if objects:
-            text += f"; vLLM's {objects['count']:,} block objects for it {objects['made_ms']:.0f} ms"
+            text += (
+                f"; vLLM's {objects['count']:,} block objects for it {objects['made_ms']:.0f} ms"
+            )
         rows.append(f"{text}.")
     return "\n\n".join(rows)
 
