@@ -359,6 +359,20 @@ MUTANTS = (
         ARBITRATION,
     ),
     Mutant(
+        "what one that left was to read nobody reads",
+        "elections.py",
+        "            del self.open[device]\n        self.elect(unread, effects)\n",
+        "            pass\n",
+        ARBITRATION,
+    ),
+    Mutant(
+        "in a new epoch one member alone is asked to read",
+        "arbitration.py",
+        "elect(unread, effects, first=peer)",
+        "elect(unread - self._elections.open.keys(), effects)",
+        ARBITRATION,
+    ),
+    Mutant(
         "a stopped rank is asked to read like any other",
         "elections.py",
         " if not self._instances[p].account.report.silent] or able",

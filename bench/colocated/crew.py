@@ -56,12 +56,17 @@ class Crew:
 
     async def assemble(self, policies: Collection[str]) -> None:
         """Start the fleets of all `policies` at once, if they are to stand there together."""
-        if self._setup.fleets < max(2, len(policies)):
+        if not policies or self._setup.fleets < max(2, len(policies)):
             return
         self._tell(f"starting instances for {', '.join(policies)}")
         for policy in policies:
             self._fleets[policy] = Fleet(self._setup, policy, self._log_dir, self._site)
-        await asyncio.gather(*(fleet.start() for fleet in self._fleets.values()))
+        try:
+            async with asyncio.TaskGroup() as starts:  # if one fails, none goes on
+                for fleet in self._fleets.values():
+                    starts.create_task(fleet.start())
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         for fleet in self._fleets.values():
             await self._warm_up(fleet)
 

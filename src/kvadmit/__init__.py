@@ -41,7 +41,7 @@ The path of one growth:
    nothing is undone; what is half done is finished later.
 5. *resident*. All ranks committed: the extents' blocks enter the pool through the port at
    the scheduler's next step, and a parked engine is woken. Each worker zeroes what is new
-   on its engine's stream before it enqueues that step.
+   on the step's stream, before the step.
 """
 
 __version__ = "0.1.0.dev0"

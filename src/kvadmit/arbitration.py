@@ -49,9 +49,9 @@ from kvadmit.messages import (
 ANSWER_WAIT_S = 2.0
 """An allowance nobody confirmed is sent again after this long."""
 GATHER_S = 2.0
-"""For so long nothing is given away before all that live have reported: what one was granted in an
-earlier epoch, and has not taken yet, no device shows. Survivors look for the next arbiter every
-second at least."""
+"""For so long nothing is decided before all that live have reported and the devices were read: what
+one was granted in an earlier epoch, and has not taken yet, no device shows. Survivors look for the
+next arbiter every second at least."""
 LINGER_S = 3.0
 """The arbiter ends this long after its last member."""
 
@@ -165,7 +165,8 @@ class Arbitration:
         if not known.order and known.wants_start:
             known.order = self._next_order()
         effects.append(Send(peer, Welcome(epoch=self.epoch, revision=hello.revision)))
-        self._elections.elect({d for d in hello.devices if not self.devices[d].known}, effects)
+        unread = {device for device in hello.devices if not self.devices[device].known}
+        self._elections.elect(unread, effects, first=peer)
         if not known.wants_start:
             effects.append(Send(peer, StartTurn(epoch=self.epoch, revision=hello.revision)))
 
@@ -194,6 +195,8 @@ class Arbitration:
             if fewer and not report.refused:
                 self.devices[device].capped = False
         self._take_readings(report, previous, now_s, effects)
+        if report.silent and not previous.silent:
+            self._elections.pass_over(peer, effects)
         if not report.need:
             instance.order, instance.needs_since_s = 0, None
         elif not instance.order:
@@ -220,8 +223,7 @@ class Arbitration:
                     # With this report the books may know better: have it read once more.
                     self._elections.elect({reading.device}, effects)
                 continue
-            if reading.device in self._elections.open and not report.refused:
-                self._elections.open.discard(reading.device)
+            if not report.refused and self._elections.answered(reading.device):
                 book.capped = False
 
     def _leave(self, peer: str, now_s: float, effects: list[Effect]) -> None:
@@ -237,11 +239,10 @@ class Arbitration:
             book = self.devices[device]
             book.leave(gone + instance.base_bytes.get(device, 0))
             book.capped = False
-        self._elections.member_left(set(instance.hello.devices))
+        self._elections.member_left(peer, set(instance.hello.devices), effects)
         if not self.instances:
             # The next one may share another pool: nothing is held to compare it with.
             self.devices.clear()
-            self._elections.open.clear()
             effects.append(StartTimer("linger", now_s + LINGER_S))
 
     def _timer_fired(self, event: TimerFired, effects: list[Effect]) -> None:
@@ -252,8 +253,8 @@ class Arbitration:
                     effects.append(Exit())
             case "gather":
                 if not self._gathered:
-                    names = ", ".join(sorted(self._awaited)) or "the devices"
-                    effects.append(Note(f"no word from {names}; going on without"))
+                    late = ", ".join((*sorted(self._awaited), *sorted(self._elections.open)))
+                    effects.append(Note(f"no word from {late}; going on without"))
                 self._awaited.clear()
                 self._gathered = True
             case "read":
@@ -433,6 +434,7 @@ class Arbitration:
         return {
             "epoch": self.epoch,
             "awaited": sorted(self._awaited),
+            "unread": sorted(self._elections.open),
             "devices": {
                 device: {
                     "total_bytes": book.total_bytes,

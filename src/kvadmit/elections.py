@@ -35,8 +35,8 @@ class Elections:
         instances: Mapping[str, Instance],
         counters: dict[str, int],
     ) -> None:
-        self.open: set[str] = set()
-        """Devices that somebody was elected to read, and no reading has come since."""
+        self.open: dict[str, str] = {}
+        """Who was elected last to read a device, while no reading of it has come since."""
         self.counters = counters
         self._epoch = epoch
         self._devices, self._instances = devices, instances
@@ -45,24 +45,43 @@ class Elections:
         self._round = 0
         self._back_timer = False
 
-    def elect(self, devices: set[str], effects: list[Effect]) -> None:
-        """Have a member read each of `devices`: one with agents there, if any."""
+    def elect(self, devices: set[str], effects: list[Effect], first: str = "") -> None:
+        """Have a member read each of `devices`: one with agents there, if any.
+
+        `first`, if it has the device; else one that answers, and not one that was asked already.
+        """
         for device in sorted(devices):
             able = [p for p, i in self._instances.items() if device in i.hello.devices]
             able.sort(key=lambda p: (device not in self._instances[p].cost, p))
             able = [p for p in able if not self._instances[p].account.report.silent] or able
             if able:
-                self.open.add(device)
-                self.counters["device_reads"] += 1
                 # Another one each time: the last may be stopped and never answer.
-                chosen = able[self._round % len(able)]
+                others = [p for p in able if p != self.open.get(device)] or able
+                chosen = first if first in able else others[self._round % len(others)]
+                self.open[device] = chosen
+                self.counters["device_reads"] += 1
                 effects.append(Send(chosen, Elect(epoch=self._epoch, device=device)))
 
-    def member_left(self, devices: set[str]) -> None:
-        """Have `devices` read at once, and often, for whoever goes short: a member of them left."""
+    def answered(self, device: str) -> bool:
+        """Note that a reading came; return whether anybody was elected for it."""
+        return self.open.pop(device, None) is not None
+
+    def pass_over(self, peer: str, effects: list[Effect]) -> None:
+        """Elect others for what `peer` was to read: ranks of it do not answer."""
+        self.elect({d for d, elected in self.open.items() if elected == peer}, effects)
+
+    def member_left(self, peer: str, devices: set[str], effects: list[Effect]) -> None:
+        """Have `devices` read at once, and often, for whoever goes short: `peer` left them.
+
+        What it was to read itself somebody else reads now.
+        """
         for device in devices:
             self._devices[device].reads_left = BACK_READS
         self._wait_s = 0.0
+        unread = {device for device, elected in self.open.items() if elected == peer}
+        for device in unread:
+            del self.open[device]
+        self.elect(unread, effects)
 
     def watch(self, unsure: set[str], now_s: float, effects: list[Effect]) -> None:
         """Start or stop reading; `unsure`: where somebody goes short and figures may be stale."""

@@ -85,14 +85,15 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
 class AddressSpace(Protocol):
     """One rank's reservation and the physical memory behind parts of it.
 
-    Every call takes extent numbers, blocks only for the driver (never for the engine's work on
-    the device), releases the GIL around driver calls and must be made from one thread at a time.
-    Calling with an extent in the wrong state raises LocalProtocolError and changes nothing.
+    Every call takes extent numbers and releases the GIL around driver calls. Calling with an
+    extent in the wrong state raises LocalProtocolError and changes nothing. The four batch calls
+    and `read` block only for the driver, never for the engine's work on the device, and must be
+    made from one thread at a time.
 
     What was committed since the engine's last step is *fresh*: its bytes are not zero yet. The
-    engine's own thread zeroes it, on its own stream, before it enqueues the next step, which is
-    the first that can use it. `has_fresh` and `zero_fresh` are for that thread, beside the calls
-    of the other.
+    engine's thread zeroes it, on the stream of the next step, before it enqueues that step, the
+    first that can use it. `has_fresh` and `zero_fresh` are for that thread, beside the calls of
+    the other.
     """
 
     device: str
@@ -122,13 +123,17 @@ class AddressSpace(Protocol):
         ...
 
     def decommit(self, extents: Sequence[int]) -> BatchResult:
-        """Unmap and release mapped or partial extents. The caller has waited for the fence."""
+        """Unmap and release mapped or partial extents.
+
+        The caller has waited for the fence, and has forgotten what may be fresh before that wait.
+        """
         ...
 
     def zero_fresh(self, stream: int) -> None:
         """Enqueue zeroes for every fresh extent on `stream`, a number of the driver's.
 
-        Returns at once; nothing is fresh then. Raises DriverError.
+        Waits at most for room in the driver's queue, as any launch of this thread does. Raises
+        DriverError; all is fresh as before then.
         """
         ...
 

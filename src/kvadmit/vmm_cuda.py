@@ -191,10 +191,13 @@ class CudaAddressSpace:
         return BatchResult(done=tuple(extents[:done]), step=step, error=error)
 
     def decommit(self, extents: Sequence[int]) -> BatchResult:
-        """Unmap and release. An extent on which this fails is left for another decommit."""
+        """Unmap and release. An extent on which this fails is left for another decommit.
+
+        Whoever shares the space with a thread that calls `zero_fresh` has forgotten the extents
+        before and waited for the device since.
+        """
         space = self._require(extents, "decommit")
-        if not self._fresh.isdisjoint(extents):
-            self.forget_fresh(extents)
+        self._fresh.difference_update(extents)
         done, step, *reason = space.decommit(extents)
         self._states.set_all(extents[:done], "absent")
         if not reason[1]:
@@ -254,6 +257,7 @@ class CudaAddressSpace:
             self._space.close()
             self._space = None
             self._states.forget()
+            self._fresh.clear()
 
     def _open(self, call: str) -> _vmm_cuda.Space:
         if self._space is None:

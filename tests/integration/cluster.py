@@ -483,8 +483,16 @@ class FrontEnd:
             stdout=subprocess.PIPE,
             env=child_environment(),
         )
-        assert self.process.stdout is not None
-        self._descriptor = os.pidfd_open(int(self.process.stdout.readline()))
+        try:
+            assert self.process.stdout is not None
+            self._descriptor = os.pidfd_open(int(self.process.stdout.readline()))
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
     def engine_ends(self, wait_s: float) -> bool:
         """Whether the engine's process ends within `wait_s`."""
@@ -494,8 +502,7 @@ class FrontEnd:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
+        self._end()
         os.close(self._descriptor)
 
 

@@ -6,10 +6,13 @@ import asyncio
 import os
 import struct
 from pathlib import Path
+from typing import ClassVar
 
+import msgspec
 import pytest
 from bench import contention
-from bench.colocated import gpus, kvcached_levels
+from bench.colocated import crew, gpus, kvcached_levels
+from bench.colocated.fleet import InstanceError
 from bench.colocated.gpus import Gpu, GpuError, GpuHost, Watch
 from bench.colocated.kvcached_levels import KvcachedLevels
 from bench.colocated.policies import MARGIN_BYTES, ON_GPUS, POLICIES, launches
@@ -233,3 +236,50 @@ def test_kvcacheds_levels_are_of_all_ranks(tmp_path: Path, monkeypatch: pytest.M
     assert levels.held_bytes() == 0, "before it has any"
     (tmp_path / "one").write_bytes(struct.pack("=3q", 100, 30, 5))
     assert levels.held_bytes() == 70
+
+
+class StubFleet:
+    """Stands for a fleet: starts once another one has begun to, or fails."""
+
+    started: ClassVar[list[str]] = []
+    stopped: ClassVar[list[str]] = []
+    others: ClassVar[asyncio.Event]
+
+    def __init__(self, setup: Setup, policy: str, *_: object) -> None:
+        self.policy = policy
+
+    async def start(self) -> StubFleet:
+        self.started.append(self.policy)
+        if self.policy == "sync":
+            raise InstanceError("sync-a broke")
+        if len(self.started) > 1:
+            self.others.set()
+        await asyncio.wait_for(self.others.wait(), 10)
+        return self
+
+    async def stop(self) -> None:
+        self.stopped.append(self.policy)
+
+
+@pytest.mark.parametrize("third", ["kvcached", "sync"])
+def test_fleets_that_stand_there_together_start_at_once_and_none_is_left(
+    big: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, third: str
+) -> None:
+    policies = ["static", "event", third]
+    setup = arguments("--instances", "1", "--base", "9GiB", "--together", "--policy", *policies)
+    monkeypatch.setattr(crew, "Fleet", StubFleet)
+    StubFleet.started, StubFleet.stopped = [], []
+
+    async def run() -> None:
+        StubFleet.others = asyncio.Event()
+        ready = msgspec.structs.replace(setup, warm_up=0)
+        async with crew.Crew(ready, tmp_path, lambda text: None) as made:
+            await made.assemble(policies)
+            assert (await made.fleet("event")).policy == "event"
+
+    if third == "sync":
+        with pytest.raises(InstanceError, match="sync-a broke"):
+            asyncio.run(run())
+    else:
+        asyncio.run(run())
+    assert sorted(StubFleet.started) == sorted(StubFleet.stopped) == sorted(policies)

@@ -199,18 +199,42 @@ def test_the_context_fails_unless_it_was_used_once(times: int) -> None:
 # --- a worker's step --------------------------------------------------------------------------
 
 
+class LoggingSpace(RecordingSpace):
+    """A space of EXTENTS that logs on which stream it was zeroed."""
+
+    def __init__(self, log: list[object]) -> None:
+        buffer = RankBuffer(device="any", granule_bytes=4096, strides=(4096,))
+        super().__init__(buffer.layout(EXTENTS, 1), budget=MemoryBudget(EXTENTS * 4096))
+        self.log = log
+
+    def zero_fresh(self, stream: int) -> None:
+        super().zero_fresh(stream)
+        self.log.append(stream)
+
+
+def worker_side(space: LoggingSpace) -> Any:
+    side: Any = object.__new__(WorkerSide)
+    side.plan = SimpleNamespace(prefix=2)
+    side.backing = Backing(
+        space, torch.empty(0), stream=lambda: 7, device_wait=lambda: space.log.append("waited")
+    )
+    return side
+
+
+def test_the_prefix_is_zero_before_anything_else_is_enqueued() -> None:
+    """Warm-up and capture write there, on streams of their own."""
+    log: list[object] = []
+    space = LoggingSpace(log)
+    worker_side(space)._back_prefix()
+    assert log == [7, "waited"]
+    assert space.is_zero(0)
+    assert space.is_zero(1)
+
+
 def test_what_is_new_is_zeroed_on_the_steps_stream_before_the_step() -> None:
     log: list[object] = []
-
-    class Space(RecordingSpace):
-        def zero_fresh(self, stream: int) -> None:
-            super().zero_fresh(stream)
-            log.append(stream)
-
-    buffer = RankBuffer(device="any", granule_bytes=4096, strides=(4096,))
-    space = Space(buffer.layout(EXTENTS, 1), budget=MemoryBudget(EXTENTS * 4096))
-    side: Any = object.__new__(WorkerSide)
-    side.backing = Backing(space, torch.empty(0), stream=lambda: 7)
+    space = LoggingSpace(log)
+    side = worker_side(space)
     worker = SimpleNamespace(**{SIDE: side})
     step = wrap_execute_model(lambda worker, scheduled: log.append(scheduled))
     for name in ("first", "second", "third"):
