@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Write the README's numbers from the committed results, or check that they are still those.
+"""Write the documents' numbers from the committed results, or check that they are still those.
 
-    python bench/readme_numbers.py           # rewrite the part of README.md between the marks
+    python bench/readme_numbers.py           # rewrite what is between the marks
     python bench/readme_numbers.py --check   # exit 1 if it differs
 
-Reads `contention-*.json`, `vmm-calls.json` and `control-path-*.json` of `bench/results`; prints
-nothing that is not in them. GPU results are shown if they are there.
+README.md gets what a user looks for, docs/measurements.md every table. Both are made of
+`contention-*.json`, `vmm-calls*.json` and `control-path-*.json` of `bench/results`; nothing is
+printed that is not in them. GPU results are shown if they are there.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ from kvadmit.units import GIB, format_bytes
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
+ON_CPUS = (
+    ("contention-alternating", "Bursts that take turns (`alternating`)"),
+    ("contention-symmetric", "Both pressed all the time (`symmetric`)"),
+)
 ON_GPUS = (
     "contention-gpu-tp1",
     "contention-gpu-tp2",
@@ -57,35 +62,79 @@ COMPARED = (
 
 
 def main() -> int:
-    """Rewrite README.md, or compare; returns the exit code."""
+    """Rewrite the documents, or compare; returns the exit code."""
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     arguments.add_argument("--check", action="store_true", help="change nothing, exit 1 if stale")
     check = arguments.parse_args().check
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    wanted = f"{before}{BEGIN}\n{numbers()}{END}{after}"
-    if check:
-        if text != wanted:
-            print("README.md shows other numbers than bench/results; run bench/readme_numbers.py")
-        return int(text != wanted)
-    readme.write_text(wanted)
-    return 0
+    stale = 0
+    for name, numbers in (("README.md", summary()), ("docs/measurements.md", everything())):
+        path = ROOT / name
+        text = path.read_text()
+        before, rest = text.split(BEGIN)
+        _, after = rest.split(END)
+        wanted = f"{before}{BEGIN}\n{numbers}{END}{after}"
+        if text == wanted:
+            continue
+        stale = 1
+        if check:
+            print(f"{name} shows other numbers than bench/results; run bench/readme_numbers.py")
+        else:
+            path.write_text(wanted)
+    return stale if check else 0
 
 
-def numbers() -> str:
-    """Return everything between the marks, in Markdown."""
-    parts = []
-    for name, heading in (
-        ("contention-alternating", "Bursts that take turns (`alternating`)"),
-        ("contention-symmetric", "Both pressed all the time (`symmetric`)"),
-        ("contention-sim-tp4", "Simulated: two TP=4 instances, 390 + 390 requests"),
-    ):
-        result = load(name)
-        parts.append(f"**{heading}**, {described(result)}\n\n{comparison(result)}")
+def summary() -> str:
+    """Return the tables of the README, in Markdown."""
+    parts = [headed(name, heading) for name, heading in ON_CPUS]
+    rows = [
+        "**On GPUs**, an 8B model; `event` over `static`, and over `kvcached` where that was run",
+        "",
+        "| instances | load | measured on | output over `static` | over `kvcached` "
+        "| mean TTFT over `static` | time per token p95 over `static` "
+        "| EngineCore's memory on GPUs |",
+        "|---|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for name in ON_GPUS:
+        if is_there(name):
+            rows += gpu_rows(load(name))
+    return "\n" + "\n\n".join([*parts, "\n".join(rows)]) + "\n\n"
+
+
+def headed(name: str, heading: str) -> str:
+    """Return the table of a result on CPUs under its heading."""
+    result = load(name)
+    return f"**{heading}**, {described(result)}\n\n{comparison(result)}"
+
+
+def gpu_rows(result: Json) -> list[str]:
+    """Return the rows of a result on GPUs in the README's table: one per scenario."""
+    work, hardware = result["workload"], result["hardware"]
+    rows = []
+    for scenario in dict.fromkeys(run["scenario"] for run in result["runs"]):
+        runs = [run for run in result["runs"] if run["scenario"] == scenario]
+        mine = [run for run in runs if run["policy"] == "event"]
+        held = middle(mine, worst("engine_core_device_bytes"))
+        output = own("output_tokens_per_s")
+        cells = [
+            f"{work['instances']} of TP {work['tp']}",
+            "saturated" if work["instances"] == 1 else f"`{scenario}`",
+            f"vLLM {result['versions']['vllm']}, {hardware['gpus']} x {hardware['gpu']}",
+            str(ratio(runs, "event", "static", output) or NOTHING),
+            str(ratio(runs, "event", "kvcached", output) or NOTHING),
+            str(ratio(runs, "event", "static", mean_over_requests("ttft_s")) or NOTHING),
+            str(ratio(runs, "event", "static", worst("tpot_s", "p95")) or NOTHING),
+            NOTHING if held is None else format_bytes(int(held)),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def everything() -> str:
+    """Return all tables, in Markdown."""
+    simulated = ("contention-sim-tp4", "Simulated: two TP=4 instances, 390 + 390 requests")
+    parts = [headed(name, heading) for name, heading in (*ON_CPUS, simulated)]
     parts.append(
         "**Workers that answer every growth order late**, and one-block requests that need no "
         f"growth beside the bursts, {described(load(delayed(DELAYS_MS[-1])))}\n\n{delays()}"

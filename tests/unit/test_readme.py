@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvadmit.config import as_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +29,8 @@ def test_settings_named_in_the_readme_exist() -> None:
     assert named <= known
 
 
-def test_files_the_readme_links_to_exist() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("name", ["README.md", "docs/measurements.md"])
+def test_files_that_are_linked_to_exist(name: str) -> None:
+    path = ROOT / name
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), target
