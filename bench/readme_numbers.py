@@ -99,7 +99,22 @@ def summary() -> str:
     for name in ON_GPUS:
         if is_there(name):
             rows += gpu_rows(load(name))
-    return "\n" + "\n\n".join([*parts, "\n".join(rows)]) + "\n\n"
+    return "\n" + "\n\n".join([*parts, "\n".join(rows), soaked()]) + "\n\n"
+
+
+def soaked() -> str:
+    """Return what became of the instances whose processes were killed at random."""
+    found = load("soak")
+    return (
+        f"**{found['minutes']:.0f} minutes of kills** (`make soak`), vLLM "
+        f"{found['versions']['vllm']}, {found['hardware']['cpu']}, commit {found['commit'][:12]}: "
+        f"{found['kills']} processes killed, {found['requests']:,} requests answered, "
+        f"{found['failed_outside_victims']} failed outside of killed instances, "
+        f"{found['differing_tokens']} of {found['fixtures']:,} with known tokens differed, "
+        f"{found['leaked_bytes']} bytes and {found['leaked_processes']} processes were left.\n\n"
+        "![Memory of both instances, and who was killed (x) or stopped for a while (|) when]"
+        "(bench/results/soak.png)"
+    )
 
 
 def headed(name: str, heading: str) -> str:
