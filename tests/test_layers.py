@@ -49,6 +49,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "vmm_states",
         "host_pool",
         "channel",
+        "agent_channel",
         "outbox",
         "lease",
         "rundir",
@@ -78,7 +79,7 @@ EDGES_BEYOND_THE_TABLE = {("edge", "extents")}
 """Layer and a module of a higher one that it may import all the same."""
 
 ONLY_IMPORTERS: dict[str, tuple[str, ...]] = {
-    "zmq": ("channel",),
+    "zmq": ("channel", "agent_channel"),
     "torch": ("vllm",),
     "vllm": ("vllm",),
     "uvloop": ("coordinator", "agent", "arbiter"),

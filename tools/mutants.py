@@ -71,8 +71,8 @@ MUTANTS = (
     Mutant(
         "zeroes are enqueued for what was forgotten meanwhile",
         "vmm_cuda.py",
-        "        with self._zeroing:\n            before",
-        "        if True:\n            before",
+        "        with self._zeroing:\n            found",
+        "        if True:\n            found",
         ("tests/unit/test_vmm_cuda.py",),
     ),
     Mutant(

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from kvadmit import member
-from kvadmit.channel import AgentPoller, BadPeer, BlockingDealer, LeaseLost, Received, Woken
+from kvadmit.agent_channel import AgentPoller, BadPeer, BlockingDealer, LeaseLost, Received, Woken
 from kvadmit.errors import (
     DeviceOutOfMemoryError,
     DriverError,

@@ -1,4 +1,4 @@
-"""Channels: ZeroMQ sockets that carry kvadmit's messages. The only importer of zmq.
+"""Channels: ZeroMQ sockets that carry kvadmit's messages. Only this and `agent_channel` import zmq.
 
 Owns: contexts, socket options, the send queues, sequence numbers and the counting of
 everything that did not fit. Must not know: what a message means, beyond which types are
@@ -21,13 +21,11 @@ Rules of every socket here:
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import zmq
 
 from kvadmit.errors import (
@@ -37,7 +35,6 @@ from kvadmit.errors import (
     RemoteProtocolError,
     VersionError,
 )
-from kvadmit.lease import LeaseLine
 from kvadmit.messages import (
     FRAME_BYTES_MAX,
     PROTOCOL_VERSION,
@@ -102,7 +99,7 @@ _contexts = _Contexts()
 # --- what all sockets share -----------------------------------------------------------------
 
 
-class _Socket:
+class ChannelSocket:
     """A zmq socket with its owner, its options, and the codec above it."""
 
     def __init__(self, kind: int, endpoint: str, incarnation: str) -> None:
@@ -175,6 +172,11 @@ class _Socket:
         self.counters.sent += 1
         return True
 
+    def _flush_to(self, peer: Peer) -> None:
+        """Hand the only peer what waits for it, as far as there is room."""
+        while peer.outbox and self._transmit(peer, [], peer.outbox.first()):
+            peer.outbox.remove_first()
+
     def _encode(self, header: Header, message: Message) -> list[bytes]:
         frames = encode(header, message)
         if len(frames[1]) > FRAME_BYTES_MAX:
@@ -222,7 +224,7 @@ OnMessage = Callable[[str, Header, Message], None]
 OnBad = Callable[[str, KvAdmitError], None]
 
 
-class _AsyncSocket(_Socket):
+class _AsyncSocket(ChannelSocket):
     """A socket driven by the asyncio loop of the thread that makes it."""
 
     def __init__(
@@ -405,132 +407,4 @@ class AsyncDealer(_AsyncSocket):
         self._deliver(self._peer, self._socket.recv_multipart(zmq.DONTWAIT))
 
     def _flush(self) -> None:
-        _flush_dealer(self, self._peer)
-
-
-def _flush_dealer(dealer: AsyncDealer | BlockingDealer, peer: Peer) -> None:
-    while peer.outbox and dealer._transmit(peer, [], peer.outbox.first()):
-        peer.outbox.remove_first()
-
-
-# --- the agent's side ------------------------------------------------------------------------
-
-
-class BlockingDealer(_Socket):
-    """Talk to one router from a thread without a loop; wait for it with an `AgentPoller`."""
-
-    def __init__(self, endpoint: str, incarnation: str, server: str) -> None:
-        self._peer = Peer(server)
-        super().__init__(zmq.DEALER, endpoint, incarnation)
-
-    def send(self, message: Message) -> bool:
-        """Send to the router. As `AsyncRouter.send`; a queue moves on in `AgentPoller.wait`."""
-        self._check_owner()
-        if self._peer.outbox:
-            return self._queue(self._peer, message)
-        return self._transmit(self._peer, [], message) or self._queue(self._peer, message)
-
-    def backlog(self) -> int:
-        """Return how many messages wait because the router does not read."""
-        return len(self._peer.outbox)
-
-    def _received(self) -> Iterator[Ready]:
-        for _ in range(RECEIVE_BATCH):
-            try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            if self._peer.dropped:
-                self.counters.from_dropped += 1
-                continue
-            try:
-                header, message = self._accept(self._peer, frames)
-            except KvAdmitError as error:
-                yield BadPeer(self._peer.name, error)
-            else:
-                yield Received(self._peer.name, header, message)
-
-
-class Received(msgspec.Struct, frozen=True):
-    """A message came."""
-
-    peer: str
-    header: Header
-    message: Message
-
-
-class BadPeer(msgspec.Struct, frozen=True):
-    """The router broke the contract; nothing more of it is read."""
-
-    peer: str
-    error: Any
-
-
-class Woken(msgspec.Struct, frozen=True):
-    """`AgentPoller.wake` was called since the last wait, once or more often."""
-
-
-class LeaseLost(msgspec.Struct, frozen=True):
-    """The router's process is gone. Reported once, after all messages that came before."""
-
-    peer: str
-
-
-Ready = Received | BadPeer | Woken | LeaseLost
-
-
-class AgentPoller:
-    """Wait for a dealer, its lease line and wake-ups from other threads at once.
-
-    Belongs to the dealer's thread, except `wake`.
-    """
-
-    def __init__(self, dealer: BlockingDealer, lease: LeaseLine) -> None:
-        self._dealer = dealer
-        self._lease = lease
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_lock = threading.Lock()
-        self._lease_open = True
-        self._poller = zmq.Poller()
-        self._poller.register(dealer._socket, zmq.POLLIN)
-        self._poller.register(self._wake, zmq.POLLIN)
-        self._poller.register(lease.fileno(), zmq.POLLIN)
-
-    def wake(self) -> None:
-        """Make the present or next `wait` return `Woken`. Any thread; never waits."""
-        with self._wake_lock:  # against `close`: the number may be another file by then
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
-
-    def wait(self, timeout_s: float | None = None) -> list[Ready]:
-        """Return what is ready, in the order it is to be handled; empty after `timeout_s`.
-
-        None waits without end. A time is rounded up to whole milliseconds.
-        """
-        dealer = self._dealer
-        dealer._check_owner()
-        _flush_dealer(dealer, dealer._peer)
-        interest = zmq.POLLIN | (zmq.POLLOUT if dealer.backlog() else 0)
-        self._poller.modify(dealer._socket, interest)
-        timeout_ms = None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
-        found = dict(self._poller.poll(timeout_ms))
-        ready: list[Ready] = []
-        if self._wake in found:
-            os.eventfd_read(self._wake)
-            ready.append(Woken())
-        if dealer._socket in found:
-            ready.extend(dealer._received())
-            _flush_dealer(dealer, dealer._peer)
-        if self._lease_open and self._lease.fileno() in found and self._lease.is_lost():
-            self._lease_open = False
-            self._poller.unregister(self._lease.fileno())
-            ready.extend(dealer._received())
-            ready.append(LeaseLost(self._lease.server))
-        return ready
-
-    def close(self) -> None:
-        """Give up the wake-up descriptor; dealer and lease stay the caller's. Idempotent."""
-        with self._wake_lock:
-            descriptor, self._wake = self._wake, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self._flush_to(self._peer)

@@ -20,14 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvadmit.channel import (
-    AgentPoller,
-    AsyncDealer,
-    BadPeer,
-    BlockingDealer,
-    LeaseLost,
-    Received,
-)
+from kvadmit.agent_channel import AgentPoller, BadPeer, BlockingDealer, LeaseLost, Received
+from kvadmit.channel import AsyncDealer
 from kvadmit.errors import KvAdmitError, PeerLostError, PeerTimeoutError, RemoteProtocolError
 from kvadmit.lease import LeaseClient, LeaseLine
 from kvadmit.messages import Header, Message, Refused, Status, StatusQuery, ToArbiter

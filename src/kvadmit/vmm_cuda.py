@@ -229,9 +229,9 @@ class CudaAddressSpace:
     def forget_fresh(self, extents: Sequence[int]) -> int:
         """Have none of `extents` zeroed from now on; returns how many of them were fresh."""
         with self._zeroing:
-            before = len(self._fresh)
-            self._fresh.difference_update(extents)
-            return before - len(self._fresh)
+            found = self._fresh.intersection(extents)  # a commit may add others meanwhile
+            self._fresh -= found
+            return len(found)
 
     def read(self) -> tuple[int, int]:
         """Return free and total bytes of the device as the driver shows them now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-from kvadmit.channel import AgentPoller, BlockingDealer, LeaseLost, Received
+from kvadmit.agent_channel import AgentPoller, BlockingDealer, LeaseLost, Received
 from kvadmit.lease import LeaseLine
 from kvadmit.messages import Allowance, Answer, MapGrant, StatusQuery
 from kvadmit.rundir import new_incarnation

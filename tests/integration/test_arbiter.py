@@ -30,9 +30,9 @@ from integration.cluster import (
     wait_ended,
     wait_until,
 )
-from kvadmit import channel, cli, coordinator
+from kvadmit import cli, coordinator
+from kvadmit.agent_channel import AgentPoller, BadPeer, BlockingDealer, LeaseLost, Ready, Received
 from kvadmit.arbitration import LINGER_S
-from kvadmit.channel import AgentPoller, BadPeer, BlockingDealer, LeaseLost, Ready, Received
 from kvadmit.errors import PeerLostError, PeerTimeoutError
 from kvadmit.lease import LeaseLine
 from kvadmit.messages import DeviceReading, Headroom, Hello, Message, Refused, StatusQuery, Welcome
@@ -432,7 +432,7 @@ def test_who_floods_the_arbiter_and_reads_nothing_hinders_nobody(run_dir: Path) 
                 for _ in range(FLOOD):
                     noisy.dealer.send(StatusQuery())
                     while noisy.dealer.backlog():  # as fast as it is taken
-                        channel._flush_dealer(noisy.dealer, noisy.dealer._peer)
+                        noisy.dealer.flush()
 
         flooder = threading.Thread(target=flood)
         flooder.start()

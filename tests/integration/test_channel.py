@@ -23,16 +23,8 @@ import pytest_asyncio
 import zmq
 
 from kvadmit import channel, outbox
-from kvadmit.channel import (
-    AgentPoller,
-    AsyncDealer,
-    AsyncRouter,
-    BadPeer,
-    BlockingDealer,
-    LeaseLost,
-    Received,
-    Woken,
-)
+from kvadmit.agent_channel import AgentPoller, BadPeer, BlockingDealer, LeaseLost, Received, Woken
+from kvadmit.channel import AsyncDealer, AsyncRouter
 from kvadmit.errors import (
     KvAdmitError,
     LocalProtocolError,

@@ -193,9 +193,9 @@ class RecordingSpace:
 
     def forget_fresh(self, extents: Sequence[int]) -> int:
         """Have none of `extents` zeroed from now on; returns how many of them were fresh."""
-        before = len(self._fresh)
-        self._fresh.difference_update(extents)
-        return before - len(self._fresh)
+        found = self._fresh.intersection(extents)
+        self._fresh -= found
+        return len(found)
 
     def read(self) -> tuple[int, int]:
         """Return free and total bytes of the budget."""
